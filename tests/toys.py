@@ -1,0 +1,149 @@
+"""Toy targets, drafters with a known answer, and hand-made batches."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from xpress.anchors import Batch
+from xpress.block import INFILL, LAYOUTS, Block
+from xpress.decode import generate
+from xpress.drafter import DFlashDrafter
+from xpress.drafter_config import DrafterConfig
+from xpress.heads import DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
+from xpress.target import Target
+
+V, D, L = 97, 32, 4
+SHAPES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": None, "head_dim": 8},
+}
+
+
+class ToyTokenizer:
+    """Just what rendering needs: ids of characters, a template with a thinking branch."""
+
+    chat_template = "toy"
+    eos_token_id = 2
+    mask_token_id = None
+
+    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True, enable_thinking=True):
+        text = "".join(f"<{m['role'][0]}>{m['content']}" for m in messages)
+        return text + ("<a>" if add_generation_prompt else "") + ("" if enable_thinking else "<n>")
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [3 + ord(c) % (V - 4) for c in text]}
+
+
+def make_model(kind: str = "llama", seed: int = 0, dtype=torch.float32, **changes):
+    """A random causal LM whose greedy answers vary (the scale of its weights is raised)."""
+    torch.manual_seed(seed)
+    settings = dict(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=48,
+        num_hidden_layers=L,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.25,
+    )
+    config = AutoConfig.for_model(kind, **{**settings, **SHAPES.get(kind, {}), **changes})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def make_target(kind: str = "llama", seed: int = 0, dtype=torch.float32, **changes) -> Target:
+    return Target(make_model(kind, seed, dtype, **changes), ToyTokenizer(), name=f"toy-{kind}")
+
+
+def make_drafter(target, block_size=4, layout="infill", layers=2, seed=1, scale=4.0, **settings) -> DFlashDrafter:
+    """A random dFlash drafter; `scale` spreads its weights so that drafts vary."""
+    settings = {"target_layer_ids": (0, 2), "mask_token_id": V - 1, **settings}
+    config = DrafterConfig.for_target(target, layers, block_size, layout=layout, **settings)
+    torch.manual_seed(seed)
+    drafter = DFlashDrafter(config)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            if weight.dim() == 2:
+                weight.mul_(scale)
+    return drafter.to(target.dtype).bind(target).eval()
+
+
+HEADS = {
+    "refiner": Refiner,
+    "markov": MarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RNNMarkovHead,
+    "domino": DominoHead,
+}
+
+
+def make_head(name: str, drafter, rank: int = 8, seed: int = 2, std: float = 0.5):
+    """A random head of some strength; the refiner's mixer is random too."""
+    config = drafter.config
+    extra = {"gru_hidden_size": 12, "pure_slots": drafter.layout.first_slot + 1} if name == "domino" else {}
+    torch.manual_seed(seed)
+    head = HEADS[name](config.vocab_size, config.hidden_size, config.block_size, rank, config.draft_vocab_size, **extra)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.normal_(std=std)
+    return head.to(drafter.fc.weight.dtype).bind(drafter.target).eval()
+
+
+def random_block(N=3, B=5, layout="infill", num_draft=None, dtype=torch.float64, seed=3, draft_ids=None) -> Block:
+    """A block with a readout of its own, no target behind it."""
+    torch.manual_seed(seed)
+    layout = LAYOUTS[layout]
+    V_draft = V if draft_ids is None else len(draft_ids)
+    rows = torch.randn(V_draft, D, dtype=dtype)
+    hidden = torch.randn(N, B, D, dtype=dtype)
+    anchor, before = torch.randint(V, (2, N))
+    num_draft = num_draft or layout.max_draft(B)
+    return Block(hidden, anchor, before, layout, num_draft, lambda h: h @ rows.T, V, draft_ids)
+
+
+class ScriptedDrafter:
+    """Drafts from a known continuation: right for the first `right(round)` tokens of a block, wrong after.
+
+    It keeps count of the context as dFlash does, so that a cache out of step shows."""
+
+    def __init__(self, target, prompt, answer, num_draft, right):
+        self.target, self.prompt, self.answer, self.right = target, list(prompt), list(answer), right
+        self.num_draft, self.layer_ids, self.round = num_draft, (0,), 0
+
+    def reset(self):
+        self.absorbed, self.round = 0, 0
+
+    def draft(self, context) -> Block:
+        self.absorbed += context.target_hidden.shape[1]
+        assert self.absorbed == len(context.ids) - 1 == self.target.length
+        done = len(context.ids) - len(self.prompt)
+        good = self.right(self.round)
+        self.round += 1
+        ids = []
+        for k in range(self.num_draft):
+            true = self.answer[done + k] if done + k < len(self.answer) else 0
+            ids.append(true if k < good else (true + 1) % V)
+        logits = torch.nn.functional.one_hot(torch.tensor([[0, *ids]]), V).float()
+        anchor, before = torch.tensor([context.ids[-1]]), torch.tensor([context.ids[-2]])
+        return Block(logits, anchor, before, INFILL, self.num_draft, lambda hidden: hidden, V)
+
+
+def plain(target, prompt, n, stop_ids=()):
+    """Plain autoregression."""
+    return generate(target, prompt, max_new_tokens=n, stop_ids=stop_ids).ids
+
+
+def count_batch(T=12, documents=None, supervised_from=0) -> Batch:
+    """COUNT data: x[i] = i, so that labels and positions can be read off by eye."""
+    documents = torch.zeros(T, dtype=torch.long) if documents is None else torch.tensor(documents)
+    starts = torch.cat([torch.tensor([True]), documents[1:] != documents[:-1]])
+    positions = torch.arange(T) - torch.where(starts, torch.arange(T), 0).cummax(0).values
+    supervised = torch.arange(T) >= supervised_from
+    return Batch(torch.arange(T)[None], positions[None], documents[None], supervised[None], ["count"])

@@ -1,0 +1,104 @@
+"""Training blocks: where they start, what they may see, what they are trained to say.
+
+A anchors a sequence are drawn without replacement from (seed, epoch, row id), never from the rank, among positions
+whose token and next token are supervised in the same document. A block sees target features strictly before its
+anchor, by position, of its own document, and its own slots. Its labels stop counting at the first unsupervised token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xpress.block import target_index
+
+PADDING = -1  # document id of padding
+
+
+@dataclass(frozen=True)
+class Batch:
+    """S sequences of T tokens. ids, positions, documents [S,T] (positions restart with each document; documents of
+    padding are PADDING); supervised [S,T]: tokens that the target generated; row_ids: one stable name a sequence."""
+
+    ids: Tensor
+    positions: Tensor
+    documents: Tensor
+    supervised: Tensor
+    row_ids: list[str]
+
+    def to(self, device) -> Batch:
+        tensors = (t.to(device) for t in (self.ids, self.positions, self.documents, self.supervised))
+        return Batch(*tensors, self.row_ids)
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Blocks of a batch: index [S,A] of each anchor in its sequence, valid [S,A] (padding blocks are False), and for
+    each draft token the index [S,A,G] of the target logits that judge it, its label and its mask [S,A,G]."""
+
+    index: Tensor
+    valid: Tensor
+    judge: Tensor
+    labels: Tensor
+    mask: Tensor
+    anchor_ids: Tensor
+    before_ids: Tensor
+    positions: Tensor
+    visible: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.valid.sum())
+
+
+def candidates(batch: Batch) -> Tensor:
+    """[S,T]: positions that may open a block."""
+    good = batch.supervised & (batch.documents != PADDING)
+    can = torch.zeros_like(good)
+    can[:, :-1] = good[:, :-1] & good[:, 1:] & (batch.documents[:, :-1] == batch.documents[:, 1:])
+    return can
+
+
+def draw(batch: Batch, num_anchors: int, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+    """-> index [S,A] ascending, valid [S,A], A ≤ num_anchors the most that any sequence of the batch has."""
+    chosen = []
+    for row_id, can in zip(batch.row_ids, candidates(batch).cpu()):
+        places = can.nonzero()[:, 0]
+        key = hashlib.blake2b(f"{seed}/{epoch}/{row_id}".encode(), digest_size=8).digest()
+        random = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+        picked = places[torch.randperm(len(places), generator=random)[:num_anchors]]
+        chosen.append(picked.sort().values)
+    index = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1)
+    return index.clamp(min=0).to(batch.ids.device), (index >= 0).to(batch.ids.device)
+
+
+def lay_out(batch: Batch, index: Tensor, valid: Tensor, num_draft: int) -> Anchors:
+    """Everything that the blocks at `index` [S,A] need. Labels and judges come from `target_index` alone."""
+    S, A = index.shape
+    T = batch.ids.shape[1]
+
+    def at(values: Tensor, places: Tensor) -> Tensor:
+        return values.gather(1, places.reshape(S, -1).clamp(0, T - 1)).view(places.shape)
+
+    k = torch.arange(1, num_draft + 1, device=index.device)
+    judge = target_index(index[..., None], k)
+    label = judge + 1
+    own = at(batch.documents, index)
+    inside = (label < T) & (at(batch.documents, label) == own[..., None]) & at(batch.supervised, label)
+    mask = (inside & valid[..., None]).long().cumprod(-1).bool()
+    has_before = (index > 0) & (at(batch.documents, index - 1) == own)
+    places = torch.arange(T, device=index.device)
+    return Anchors(
+        index=index,
+        valid=valid,
+        judge=judge.clamp(max=T - 1),
+        labels=at(batch.ids, label),
+        mask=mask,
+        anchor_ids=at(batch.ids, index),
+        before_ids=at(batch.ids, torch.where(has_before, index - 1, index)),
+        positions=at(batch.positions, index),
+        visible=(places < index[..., None]) & (batch.documents[:, None] == own[..., None]),
+    )

@@ -1,0 +1,268 @@
+"""The dFlash drafter: a few transformer layers that draft a whole block in one parallel pass (arXiv 2602.06036).
+
+Keys and values come from two sources: the target's hidden states of the committed tokens (projected once by `fc` and
+`hidden_norm`, the same for every layer) and the block's own slots [anchor, MASK, …, MASK]. A slot sees the whole
+context and the whole block; there is no mask inside a block. Positions are absolute. Embedding and readout are the
+frozen target's own.
+
+One attention serves both ways of running: in decoding the context is a cache that grows by what each round commits,
+in training it is the whole sequence, of which a block sees what lies strictly before its anchor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from xpress.block import LAYOUTS, Block
+from xpress.drafter_config import DrafterConfig
+from xpress.target import check_layer_ids, rope_parameters
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a drafter may read in decoding: ids so far, the anchor last; target_hidden [1,c,M·D] of the c tokens
+    committed since the last draft, or None where the target captures nothing."""
+
+    ids: list[int]
+    target_hidden: Tensor | None
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Rotate-half rotary embedding with the scaling of the config; cos and sin are made in fp32 (or wider)."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.register_buffer("inv_freq", None, persistent=False)
+        self.scale = 1.0
+        rope, dim = dict(config.rope_parameters), config.head_dim
+        if rope["rope_type"] == "default":
+            self.inv_freq = rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        else:
+            shape = AutoConfig.for_model(
+                "qwen3", head_dim=dim, rope_parameters=rope, max_position_embeddings=config.max_position_embeddings
+            )
+            self.inv_freq, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](shape, torch.device("cpu"))
+
+    def _apply(self, fn, recurse=True):
+        """Follows the module to a device, never to a narrower dtype: bf16 positions would be wrong from 257 on."""
+        frequencies = self.inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq = frequencies.to(self.inv_freq.device)
+        return self
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [...] -> cos, sin [...,1,head_dim]"""
+        angles = positions[..., None, None].to(self.inv_freq.dtype) * self.inv_freq
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        heads, kv, dim, size = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.hidden_size,
+        )
+        self.q_proj = nn.Linear(size, heads * dim, bias=False)
+        self.k_proj = nn.Linear(size, kv * dim, bias=False)
+        self.v_proj = nn.Linear(size, kv * dim, bias=False)
+        self.o_proj = nn.Linear(heads * dim, size, bias=False)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.kv, self.dim = kv, dim
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x [...,D] -> keys, values [...,kv,d], keys normed and turned; the same weights for context and block."""
+        k = self.k_proj(x).unflatten(-1, (self.kv, self.dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv, self.dim))
+        return rotate(self.k_norm(k), cos, sin), v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], visible: Tensor | None):
+        """x [S,A,B,D]; context keys and values [S,T,kv,d]; visible [S,A,T] (None: all of it) -> [S,A,B,D].
+
+        Scores are [S,kv,A,B·g,T+B]: every block has its own B slots beside the shared context, never other blocks'.
+        """
+        S, A, B, _ = x.shape
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), cos, sin) * self.dim**-0.5
+        own_k, own_v = (t.permute(0, 3, 1, 2, 4) for t in self.keys_values(x, cos, sin))  # [S,kv,A,B,d]
+        ctx_k, ctx_v = (t.transpose(1, 2) for t in context)  # [S,kv,T,d]
+        q = q.unflatten(3, (self.kv, -1)).permute(0, 3, 1, 2, 4, 5).flatten(3, 4)  # [S,kv,A,B·g,d]
+        T = ctx_k.shape[2]
+        to_ctx = (q.flatten(2, 3) @ ctx_k.transpose(-1, -2)).unflatten(2, (A, -1))
+        if visible is not None:
+            to_ctx = to_ctx.masked_fill(~visible[:, None, :, None, :], float("-inf"))
+        scores = torch.cat([to_ctx, q @ own_k.transpose(-1, -2)], -1)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(x.dtype)
+        mixed = (weights[..., :T].flatten(2, 3) @ ctx_v).unflatten(2, (A, -1)) + weights[..., T:] @ own_v
+        mixed = mixed.unflatten(3, (B, -1)).permute(0, 2, 3, 1, 4, 5).flatten(3)  # [S,A,B,heads·d]
+        return self.o_proj(mixed)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin, context, visible):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, visible)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashDrafter(nn.Module):
+    """Parameter names are the published ones, so that z-lab checkpoints load as they are.
+
+    A drafter works once it is bound to its target, whose embedding and lm_head it borrows: `bind(target)`.
+    Raises ValueError where sizes, vocabulary, mask id or layer ids do not fit the target.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        self.layout = LAYOUTS[config.layout]
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config)
+        ids = None if config.draft_ids is None else torch.tensor(config.draft_ids)
+        self.register_buffer("draft_ids", ids, persistent=False)
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=config.initializer_range)
+        self.reset()
+
+    # --- the frozen parts of the target -----------------------------------------------------------------------------
+
+    def bind(self, target) -> DFlashDrafter:
+        """Borrow the target's embedding and lm_head (they stay outside parameters and state dict) -> self."""
+        config = self.config
+        for setting, ours, theirs in (
+            ("hidden_size", config.hidden_size, target.hidden_size),
+            ("vocab_size", config.vocab_size, target.vocab_size),
+            ("num_target_layers", config.num_target_layers, target.num_layers),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"drafter {setting}={ours}, target {target.name} has {theirs}: they do not belong together"
+                )
+        check_layer_ids(config.target_layer_ids, target.num_layers)
+        if getattr(target.lm_head, "bias", None) is not None:
+            raise ValueError(f"target {target.name}: an lm_head with a bias is not supported")
+        config.warn_if_rope_differs(rope_parameters(target.config), target.name)
+        self.target, self._lm_rows = target, None  # a Target is no module: nothing of it enters parameters
+        return self
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
+    @property
+    def lm_rows(self) -> Tensor:
+        """[V_draft, D]: the rows of the target's lm_head that base logits are read with."""
+        if self.draft_ids is None:
+            return self.target.lm_head.weight
+        if self._lm_rows is None or self._lm_rows.device != self.draft_ids.device:
+            self._lm_rows = self.target.lm_head.weight.detach()[self.draft_ids]
+        return self._lm_rows
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """hidden [...,D] -> base logits [...,V_draft]"""
+        return F.linear(hidden.to(self.lm_rows.dtype), self.lm_rows)
+
+    def block(self, hidden: Tensor, anchor: Tensor, before: Tensor) -> Block:
+        """hidden [N,B,D], anchor and before [N] (target ids) -> Block"""
+        config = self.config
+        return Block(
+            hidden, anchor, before, self.layout, config.num_draft, self.readout, config.vocab_size, self.draft_ids
+        )
+
+    # --- the parallel pass ------------------------------------------------------------------------------------------
+
+    def project(self, target_hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """target_hidden [S,T,M·D], positions [S,T] -> per layer, keys and values [S,T,kv,d]."""
+        scaled = target_hidden.to(self.fc.weight.dtype).unflatten(-1, (len(self.layer_ids), -1))
+        scaled = (scaled * scaled.new_tensor(self.config.feature_scale)[:, None]).flatten(-2)
+        context = self.hidden_norm(self.fc(scaled))
+        cos, sin = self.rotary(positions)
+        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
+
+    def forward(self, anchor: Tensor, positions: Tensor, contexts, visible: Tensor | None = None) -> Tensor:
+        """anchor ids [S,A], their positions [S,A], per-layer contexts, visible [S,A,T] -> hidden [S,A,B,D]."""
+        B = self.config.block_size
+        ids = anchor[..., None].repeat(1, 1, B)
+        ids[..., 1:] = self.config.mask_token_id
+        x = self.target.embedding(ids).to(self.fc.weight.dtype)
+        cos, sin = self.rotary(positions[..., None] + torch.arange(B, device=positions.device))
+        for layer, context in zip(self.layers, contexts):
+            x = layer(x, cos, sin, context, visible)
+        return self.norm(x)
+
+    # --- decoding: one sequence -------------------------------------------------------------------------------------
+
+    def reset(self):
+        """Forget the context; the next draft starts a new sequence."""
+        self._contexts: list[tuple[Tensor, Tensor]] | None = None
+        self.context_length = 0
+
+    def draft(self, context: Context) -> Block:
+        """One parallel pass over the block that opens with the last id of `context`. N = 1.
+
+        Only committed tokens ever enter the cache; the block's own keys and values live for this pass alone, which is
+        what cropping the cache after each round would leave.
+        """
+        device = self.fc.weight.device
+        start, new = len(context.ids) - 1, context.target_hidden
+        if new is None or self.context_length + new.shape[1] != start:
+            have = self.context_length + (0 if new is None else new.shape[1])
+            raise RuntimeError(
+                f"the drafter's context holds {have} tokens and the anchor stands at {start}: out of step"
+            )
+        fresh = self.project(new, torch.arange(self.context_length, start, device=device)[None])
+        if self._contexts is not None:
+            fresh = [tuple(torch.cat(pair, 1) for pair in zip(old, now)) for old, now in zip(self._contexts, fresh)]
+        self._contexts, self.context_length = fresh, start
+        anchor = torch.tensor([[context.ids[-1]]], device=device)
+        before = torch.tensor([context.ids[-2] if start else context.ids[-1]], device=device)
+        hidden = self(anchor, torch.tensor([[start]], device=device), self._contexts)
+        return self.block(hidden[0], anchor[0], before)

@@ -1,0 +1,207 @@
+"""The frozen target: any full-attention causal LM of Hugging Face, with exact roll-back and hidden states by hook.
+
+Layer ids follow the published drafters: id l is the OUTPUT of decoder layer l (0 … L − 1), raw residual stream, before
+the final norm. In a Hugging Face `hidden_states` tuple that is index l + 1, except for the last layer, where the tuple
+holds the normed state; a hook has no such exception.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from xpress.sampling import at_least_fp32
+
+
+@dataclass(frozen=True)
+class Features:
+    """What training reads from the target: hidden [S,T,M·D] of the captured layers, last [S,T,D] post-norm."""
+
+    hidden: Tensor
+    last: Tensor
+
+
+class Target:
+    """A frozen causal LM. `embedding` and `lm_head` are the model's own modules.
+
+    Decoding keeps one sequence: `prefill` opens it, `score` runs a block, `keep` commits a prefix of that block.
+    Raises ValueError for attention that cannot be rolled back (sliding, chunked, linear, hybrid).
+    """
+
+    def __init__(self, model, tokenizer=None, name: str = ""):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self._refuse_unsupported()
+        self.body = model.get_decoder()
+        self.embedding = model.get_input_embeddings()
+        self.lm_head = model.get_output_embeddings()
+        self.hidden_size = self.config.hidden_size
+        self.vocab_size = self.embedding.weight.shape[0]
+        self.num_layers = len(self.body.layers)
+        self.context_length = getattr(self.config, "max_position_embeddings", None)
+        accepted = inspect.signature(type(self.body).forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
+        self._layer_ids: tuple[int, ...] = ()
+        self._hooks: list = []
+        self._captured: dict[int, Tensor] = {}
+        self.cache = None
+        self.length = 0  # tokens whose state is committed to the cache
+
+    @classmethod
+    def from_pretrained(cls, name: str, dtype: str | torch.dtype = "float32", device: str = "cpu", revision=None):
+        """`name` is a local folder or a hub id. Raises OSError naming `target` where neither can be read."""
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, revision=revision)
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        except (OSError, ValueError) as error:
+            known = "the folder has no readable model" if Path(name).is_dir() else "no such folder, and no hub access"
+            raise OSError(f"target={name}: {known}. Give a local folder or a hub id (with network). {error}") from error
+        return cls(model.to(device), tokenizer, name=str(name))
+
+    def _refuse_unsupported(self):
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        if not kinds and getattr(self.config, "sliding_window", None):
+            if getattr(self.config, "use_sliding_window", True):
+                kinds = {"sliding_attention"}
+        bad = sorted(kinds - {"full_attention"})
+        if bad or not hasattr(self.model.get_decoder(), "layers"):
+            kind = bad[0] if bad else type(self.model).__name__
+            raise ValueError(
+                f"target {self.name}: layer type '{kind}' keeps a cache that cannot be rolled back token by token; "
+                "targets need full attention in every layer"
+            )
+        for field in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+            if getattr(self.config, field, None) not in (None, 1, 1.0):
+                raise ValueError(
+                    f"target {self.name}: {field} changes the logits after lm_head, which is not supported"
+                )
+
+    @property
+    def device(self):
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self):
+        return self.embedding.weight.dtype
+
+    # --- decoding: one sequence -------------------------------------------------------------------------------------
+
+    def prefill(self, prompt: list[int], layer_ids=()) -> tuple[Tensor, Tensor | None]:
+        """Opens a sequence -> (logits [V] of the token after the prompt, hidden [1,T,M·D] of `layer_ids` or None)."""
+        if not prompt:
+            raise ValueError("the prompt is empty; a sequence needs at least one token")
+        self.capture(layer_ids)
+        self.cache, self.length = DynamicCache(), 0
+        last = self._run(torch.tensor([prompt], device=self.device))
+        return self.lm_head(last[0, -1]), self.keep(len(prompt))
+
+    def score(self, anchor: Tensor, draft: Tensor) -> Tensor:
+        """anchor [1], draft ids [1,G] -> logits [1,G+1,V]; row k − 1 judges draft token k, row G the token after."""
+        return self.lm_head(self._run(torch.cat([anchor[:, None], draft], 1)))
+
+    def keep(self, num_tokens: int) -> Tensor | None:
+        """Commits the first `num_tokens` of the tokens just run, drops the rest -> their hidden [1,num_tokens,M·D]."""
+        self.length += num_tokens
+        roll_back(self.cache, self.length)
+        return self._features()[:, :num_tokens] if self._layer_ids else None
+
+    def _run(self, ids: Tensor) -> Tensor:
+        return self.body(input_ids=ids, use_cache=True, **{self._cache_argument: self.cache}).last_hidden_state
+
+    # --- training: whole sequences ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def features(self, ids: Tensor, positions: Tensor, layer_ids) -> Features:
+        """ids [S,T], positions [S,T] that restart at 0 with each document -> Features.
+
+        Documents of one row never mix: without cache and attention mask, transformers reads restarting positions as
+        document borders. (With its default cache it would mix them silently, hence use_cache=False.)
+        """
+        self.capture(layer_ids)
+        last = self.body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        return Features(self._features(), last)
+
+    def log_norm(self, last: Tensor, chunk: int = 256) -> Tensor:
+        """log Σ exp of the logits over the whole vocabulary: post-norm states [...,D] -> [...] in fp32."""
+        flat = last.reshape(-1, last.shape[-1])
+        parts = [at_least_fp32(self.lm_head(part)).logsumexp(-1) for part in flat.split(chunk)]
+        return torch.cat(parts).view(last.shape[:-1]) if parts else last.new_zeros(last.shape[:-1])
+
+    # --- capturing --------------------------------------------------------------------------------------------------
+
+    def capture(self, layer_ids):
+        """Choose the decoder layers whose outputs are kept. Raises ValueError for an id outside 0 … L − 1."""
+        layer_ids = tuple(layer_ids)
+        if layer_ids == self._layer_ids:
+            return
+        check_layer_ids(layer_ids, self.num_layers)
+        for hook in self._hooks:
+            hook.remove()
+        self._captured.clear()
+        self._layer_ids = layer_ids
+        self._hooks = [self.body.layers[l].register_forward_hook(self._keeper(l)) for l in set(layer_ids)]
+
+    def _keeper(self, layer_id: int):
+        def hook(module, args, output):
+            # a decoder layer returns its tensor in transformers 5, a tuple that begins with it before
+            self._captured[layer_id] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    def _features(self) -> Tensor:
+        return torch.cat([self._captured[l] for l in self._layer_ids], -1)
+
+    def fingerprint(self) -> str:
+        """sha256 over names, shapes and a strided sample of every weight in bf16: the same for any load dtype."""
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.model.state_dict().items()):
+            flat = weight.detach().flatten()
+            part = flat[:: max(1, len(flat) // 1024)].to(torch.bfloat16).float().cpu()
+            digest.update(f"{name}{tuple(weight.shape)}".encode() + part.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def check_layer_ids(layer_ids, num_layers: int):
+    """Raises ValueError unless every id names a decoder layer's output."""
+    for layer_id in layer_ids:
+        if not 0 <= layer_id < num_layers:
+            raise ValueError(
+                f"target_layer_ids={list(layer_ids)}: {layer_id} is no decoder layer; id l is the output of layer l, "
+                f"and this target has layers 0 … {num_layers - 1}"
+            )
+
+
+def roll_back(cache, length: int):
+    """Keep the first `length` tokens of a DynamicCache, exactly, also 0.
+
+    Not `crop`: its meaning changed between releases, and at 0 it removes nothing.
+    """
+    for layer in cache.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+
+
+def rope_parameters(config) -> dict:
+    """Rotary base and scaling of a config (object or dict): the new place first, then the old one.
+
+    -> {"rope_theta": float, "rope_type": str, ...}. Raises ValueError where no base is written down at all.
+    """
+    read = config.get if isinstance(config, dict) else lambda key, default=None: getattr(config, key, default)
+    old = dict(read("rope_scaling") or {})
+    merged = {**old, **(read("rope_parameters") or {})}
+    theta = merged.get("rope_theta", read("rope_theta"))
+    if theta is None:
+        raise ValueError("rope_theta: the config has no rotary base, neither in rope_parameters nor at top level")
+    merged["rope_theta"] = float(theta)
+    merged["rope_type"] = merged.get("rope_type", merged.pop("type", "default"))
+    merged.pop("type", None)
+    return merged

@@ -1,0 +1,62 @@
+"""Which draft tokens the target accepts: a pure function, lossless by construction.
+
+temperature 0   the longest prefix that equals the target's argmax, then the target's own token
+rejection       accept token x_k with probability min(1, p_k(x_k) / q_k(x_k)); at the first rejection draw from the
+                positive part of p_k − q_k; after G acceptances draw from p_{G+1}   (arXiv 2211.17192)
+match           draw the target's token at every row; accept while the draft equals it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xpress.refine import Draft
+from xpress.sampling import ACCEPT, GREEDY, TARGET, Noise, Sampling, argmax, sample
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """num_accepted [N]: matched draft tokens, 0 … G, without the bonus; bonus [N]: the token the target adds itself."""
+
+    num_accepted: Tensor
+    bonus: Tensor
+
+
+def verify(draft: Draft, scores: Tensor, sampling: Sampling = GREEDY, noise: Noise | None = None) -> Verdict:
+    """scores [N,G+1,V]: target logits, row k − 1 for draft token k -> Verdict. Above temperature 0, N is 1."""
+    if sampling.greedy:
+        return accept_matching(draft.ids, argmax(scores))
+    num_rows = scores.shape[1]
+    p = sampling.adjust(scores).softmax(-1)
+    q = draft.q()
+    if q is None:
+        own = sample(p, noise.uniform(TARGET, num_rows, p.device)[None])
+        return accept_matching(draft.ids, own)
+    u = noise.uniform(ACCEPT, num_rows, p.device)[None]
+    return accept_by_rejection(draft.ids, q, p, u[:, :-1], noise.uniform(TARGET, num_rows, p.device)[None])
+
+
+def accept_matching(ids: Tensor, own: Tensor) -> Verdict:
+    """Draft ids [N,G], the target's own tokens [N,G+1] -> the run of equal ones and the target's next token."""
+    num_accepted = (ids == own[:, :-1]).long().cumprod(1).sum(1)
+    return Verdict(num_accepted, own.gather(1, num_accepted[:, None])[:, 0])
+
+
+def accept_by_rejection(ids: Tensor, q: Tensor, p: Tensor, u: Tensor, v: Tensor) -> Verdict:
+    """Draft ids [N,G], q [N,G,V], p [N,G+1,V]; uniforms u [N,G] for the tests and v [N,G+1] for the draws -> Verdict.
+
+    u·q < p is u < p/q without a division. A token that q cannot draw is rejected. Where p equals q every token is
+    accepted (u < 1), and should rounding leave no residual, p itself is drawn from.
+    """
+    p_of, q_of = (x[:, : ids.shape[1]].gather(-1, ids[..., None])[..., 0] for x in (p, q))
+    accepted = (u * q_of.double() < p_of.double()) & (q_of > 0)
+    num_accepted = accepted.long().cumprod(1).sum(1)
+    row = num_accepted[:, None]
+    p_row = p.gather(1, row[..., None].expand(-1, -1, p.shape[-1]))[:, 0]
+    q_rows = torch.cat([q, torch.zeros_like(p[:, :1])], 1)  # nothing is subtracted after G acceptances
+    residual = (p_row - q_rows.gather(1, row[..., None].expand(-1, -1, p.shape[-1]))[:, 0]).clamp(min=0)
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_row)
+    return Verdict(num_accepted, sample(residual, v.gather(1, row)[:, 0]))
