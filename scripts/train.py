@@ -33,6 +33,7 @@ def main(cfg):
     trainable = sum(p.numel() for p in run.trainee.parameters() if p.requires_grad)
     tokens = provenance["data"]["response_tokens"]
     print(f"{len(run.rows)} rows, {tokens} response tokens, {trainable / 1e6:.2f} M parameters to train")
+    print("  ".join(f"{key}={value}" for key, value in provenance["recipe"].items()))
     wandb_run = tracker(cfg, run.out)
     bar = tqdm(total=run.settings.steps, initial=run.step, unit="step", mininterval=2.0, dynamic_ncols=True)
 
@@ -46,6 +47,7 @@ def main(cfg):
     try:
         folder = run.fit(provenance, on_step)
     except KeyboardInterrupt:
+        print(f"interrupted after step {run.step}; go on with the same command and resume=true", file=sys.stderr)
         sys.exit(130)
     except FloatingPointError as error:
         sys.exit(f"error: {error}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -113,12 +115,16 @@ class ScriptedDrafter:
 
     It keeps count of the context as dFlash does, so that a cache out of step shows."""
 
-    def __init__(self, target, prompt, answer, num_draft, right):
+    def __init__(self, target, prompt, answer, num_draft, right, layout=INFILL):
         self.target, self.prompt, self.answer, self.right = target, list(prompt), list(answer), right
-        self.num_draft, self.layer_ids, self.round = num_draft, (0,), 0
+        self.num_draft, self.layer_ids, self.round, self.layout = num_draft, (0,), 0, layout
 
     def reset(self):
         self.absorbed, self.round = 0, 0
+
+    @property
+    def context_length(self):
+        return self.absorbed
 
     def draft(self, context) -> Block:
         self.absorbed += context.target_hidden.shape[1]
@@ -130,9 +136,45 @@ class ScriptedDrafter:
         for k in range(self.num_draft):
             true = self.answer[done + k] if done + k < len(self.answer) else 0
             ids.append(true if k < good else (true + 1) % V)
-        logits = torch.nn.functional.one_hot(torch.tensor([[0, *ids]]), V).float()
+        logits = torch.nn.functional.one_hot(torch.tensor([[0] * self.layout.first_slot + ids]), V).float()
         anchor, before = torch.tensor([context.ids[-1]]), torch.tensor([context.ids[-2]])
-        return Block(logits, anchor, before, INFILL, self.num_draft, lambda hidden: hidden, V)
+        return Block(logits, anchor, before, self.layout, self.num_draft, lambda hidden: hidden, V)
+
+
+class TutoredDrafter:
+    """A real dFlash drafter, told the answer: its base logits are raised beyond any head's reach for the first
+    `right(round)` tokens of a block, and by `hint` for the rest, so that head and passes decide there."""
+
+    def __init__(self, drafter, prompt, answer, right, hint=3.0):
+        self.drafter, self.start, self.answer, self.right, self.hint = drafter, len(prompt), answer, right, hint
+        self.layer_ids, self.blocks = drafter.layer_ids, []
+
+    def reset(self):
+        self.drafter.reset()
+        self.round = 0
+
+    @property
+    def context_length(self):
+        return self.drafter.context_length
+
+    def draft(self, context) -> Block:
+        block = self.drafter.draft(context)
+        self.blocks.append(block)
+        true = (self.answer + [0] * block.num_draft)[len(context.ids) - self.start :][: block.num_draft]
+        lift = torch.where(torch.arange(block.num_draft) < self.right(self.round), 1e4, self.hint)
+        lift = torch.nn.functional.one_hot(torch.tensor(true), V) * lift[:, None]
+        lift = lift if block.draft_ids is None else lift[:, block.draft_ids]
+        self.round += 1
+        return replace(block, readout=lambda hidden: block.readout(hidden) + lift)
+
+
+@torch.no_grad()
+def oracle(model, prompt, n) -> list[int]:
+    """Greedy decoding by no code of ours: the whole prefix again for every token, no cache."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 def plain(target, prompt, n, stop_ids=()):

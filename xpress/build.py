@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -35,6 +36,7 @@ from xpress.trainee import Trainee
 REPO = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
+RUN_CONFIG = "config.yaml"  # of a run's folder; a checkpoint has config.json
 TARGET_KEYS = {"name", "dtype", "revision"}
 DATA_KEYS = {"path", "limit"}
 TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking", "wandb"}
@@ -82,7 +84,7 @@ def run_folder(out: str, resume: bool = False) -> Path:
             f"out={folder}: the folder is not empty; give another out=, or resume=true to go on with that run"
         )
     try:
-        (folder / "config.json").touch(exist_ok=False)  # of two runs that start together, one gets the folder
+        (folder / RUN_CONFIG).touch(exist_ok=False)  # of two runs that start together, one gets the folder
     except FileExistsError:
         raise ValueError(f"out={folder}: another run has just claimed this folder; give another out=") from None
     return folder
@@ -134,16 +136,8 @@ def make_head(section: dict | None, drafter: DFlashDrafter, target: Target):
     """The head that `_target_` names; sizes come from the drafter. None for head=none."""
     if not section or section.get("_target_") is None:
         return None
-    config = drafter.config
-    sizes = dict(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        block_size=config.block_size,
-        draft_vocab_size=config.draft_vocab_size,
-    )
-    for key in sizes.keys() & section.keys():
-        if section[key] != sizes[key]:
-            raise ValueError(f"head.{key}={section[key]}, but the drafter has {sizes[key]}; heads take it from there")
+    sizes = checkpoint.head_sizes(drafter.config)
+    checkpoint.check_head(section, drafter.config)
     kind = checkpoint.head_class(section["_target_"])
     accepted = inspect.signature(kind.__init__).parameters
     arguments = {key: value for key, value in sizes.items() if key in accepted}
@@ -187,14 +181,16 @@ def training(cfg: DictConfig) -> tuple[Run, dict]:
     settings = TrainSettings(**{key: raw[key] for key in fields & raw.keys()})
     terms = make_terms(raw["objective"])
     refuse_unknown("data", raw["data"], DATA_KEYS)
-    out = run_folder(raw["out"], raw["resume"])
+    state = PartialState(cpu=device_of(raw["device"]) == "cpu")
+    with state.main_process_first():  # one process claims the folder for all
+        out = run_folder(raw["out"], raw["resume"] or not state.is_main_process)
     if raw["resume"] and (out / "checkpoint").exists():
         raise ValueError(f"out={out}: this run is finished, its checkpoint is in {out / 'checkpoint'}")
     try:
-        device = device_of(raw["device"])
-        target = make_target(raw["target"], device)
+        target = make_target(raw["target"], str(state.device))
         path = find(raw["data"]["path"])
-        rows = data.load_rows(path, target.tokenizer, raw["thinking"], raw["data"].get("limit"))
+        limit = raw["data"].get("limit")
+        rows = data.load_rows(path, target.tokenizer, raw["thinking"], limit, target.vocab_size)
         rows = usable(rows, settings)
         drafter, origin = make_drafter(raw["drafter"], target, rows, settings)
         torch.manual_seed(settings.seed + 1)
@@ -202,21 +198,22 @@ def training(cfg: DictConfig) -> tuple[Run, dict]:
         trainee = Trainee(drafter, head, terms, settings.train_drafter, settings.chunk)
         source = FeatureSource(target, drafter.layer_ids, drafter.draft_ids is not None, keep=settings.keep_features)
         run = Run(out, trainee, rows, source, settings)
+        provenance = {
+            "target": {"name": raw["target"]["name"], "fingerprint": target.fingerprint()},
+            "template": prompts.template_facts(target.tokenizer, raw["thinking"]),
+            "data": {"path": str(raw["data"]["path"]), **data.data_facts(rows)},
+            "recipe": {key: raw[key] for key in sorted(fields & raw.keys())} | {"objective": raw["objective"]},
+            "init": origin,
+            "versions": versions(),
+        }
+        if raw["resume"]:
+            run.resume()
     except Exception:
-        if not raw["resume"]:  # nothing was done: the folder is free again
-            (out / "config.json").unlink(missing_ok=True)
+        if state.is_main_process and not raw["resume"]:  # nothing was done: the folder is free again
+            (out / RUN_CONFIG).unlink(missing_ok=True)
         raise
-    checkpoint.write_json(out / "config.json", raw)
-    provenance = {
-        "target": {"name": raw["target"]["name"], "fingerprint": target.fingerprint()},
-        "template": prompts.template_facts(target.tokenizer, raw["thinking"]),
-        "data": {"path": str(raw["data"]["path"]), **data.data_facts(rows)},
-        "recipe": {key: raw[key] for key in sorted(fields & raw.keys())} | {"objective": raw["objective"]},
-        "init": origin,
-        "versions": versions(),
-    }
-    if raw["resume"]:
-        run.resume()
+    if state.is_main_process:
+        OmegaConf.save(OmegaConf.create(raw), out / RUN_CONFIG)
     return run, provenance
 
 

@@ -98,7 +98,7 @@ def write_json(path: Path, content) -> None:
 
 def save(path: str | Path, drafter: DFlashDrafter, head: CorrectionHead | None = None, provenance: dict | None = None):
     """Write a checkpoint folder, whole or not at all."""
-    config = drafter.config.to_json()
+    config = drafter.config.to_json() | {"dtype": str(drafter.fc.weight.dtype).removeprefix("torch.")}
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in drafter.state_dict().items()}
     tensors["fc.weight"] = _scaled(tensors["fc.weight"], drafter.config.feature_scale)
     if drafter.draft_ids is not None:
@@ -129,12 +129,14 @@ def load(path: str | Path, target=None, dtype: torch.dtype = torch.float32, devi
     tensors = _read_tensors(folder / WEIGHTS)
     d2t = tensors.pop("d2t", None)
     draft_ids = None if d2t is None else (d2t.long() + torch.arange(len(d2t))).tolist()
-    if draft_ids is None and raw.get("draft_vocab_size", raw.get("vocab_size")) != raw.get("vocab_size"):
+    if draft_ids is None and (raw.get("draft_vocab_size") or raw.get("vocab_size")) != raw.get("vocab_size"):
         raise ValueError(f"{folder}: draft_vocab_size is reduced, but {WEIGHTS} has no map 'd2t'")
     drafter = DFlashDrafter(DrafterConfig.from_json(raw, draft_ids))
     if "fc.weight" in tensors and tensors["fc.weight"].shape == drafter.fc.weight.shape:
         tensors["fc.weight"] = _scaled(tensors["fc.weight"], drafter.config.feature_scale, -1.0)
     head = build_head(raw["head"]) if raw.get("head") else None
+    if head is not None:
+        check_head({**head.config, "draft_vocab_size": head.readout.out_features}, drafter.config)
     ours = {f"head.{name}": weight for name, weight in head.state_dict().items()} if head is not None else {}
     _account(folder, {**drafter.state_dict(), **ours}, tensors)
     drafter.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("head.")})
@@ -174,9 +176,12 @@ def build_head(config: dict) -> CorrectionHead:
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text())
+    except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return found
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -199,6 +204,23 @@ def _account(folder: Path, wanted: dict, found: dict):
     if problems:
         more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
         raise ValueError(f"{folder}: not loaded, nothing partial: {'; '.join(sorted(problems)[:8])}{more}")
+
+
+def head_sizes(config: DrafterConfig) -> dict:
+    """What a head takes from the drafter that it sits on."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+    }
+
+
+def check_head(arguments: dict, config: DrafterConfig):
+    """Raises ValueError where a head was made for a drafter of other sizes or vocabulary."""
+    for key, ours in head_sizes(config).items():
+        if arguments.get(key) not in (None, ours):
+            raise ValueError(f"head.{key}={arguments[key]}, but the drafter has {ours}: they do not belong together")
 
 
 def check_target(provenance: dict, target, folder):

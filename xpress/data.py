@@ -17,7 +17,6 @@ import torch
 from transformers import GenerationConfig
 
 from xpress.anchors import PADDING, Batch
-from xpress.checkpoint import write_json
 from xpress.prompts import Prompt, read_jsonl, render, stop_ids, template_facts, user
 
 SETTINGS = "settings.json"
@@ -58,6 +57,9 @@ def generate_data(
     Resumable: rows that a shard already holds are not generated again. Raises ValueError when `out` was made with other
     settings, and for prompts that leave no room in the context.
     """
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -106,7 +108,7 @@ def generate_data(
                     "finish": "stop" if stopped else "length",
                 }
             )
-        _write_shard(out, part[0], rows)
+        _write(out / f"shard-{part[0]}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         counts["rows"] += len(part)
         progress(counts["rows"], total)
     return counts
@@ -126,9 +128,15 @@ def _answer(target, prompts: list[list[int]], max_new_tokens, temperature, top_p
         do_sample=temperature > 0,
         eos_token_id=list(stops) or None,
         pad_token_id=pad,
+        repetition_penalty=1.0,  # nothing of the model's own generation config may bend the distribution
         **sampled,
     )
-    new = target.model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+    model, own = target.model, target.model.generation_config
+    model.generation_config = config  # else repetition_penalty and the like of the target's own would slip in
+    try:
+        new = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+    finally:
+        model.generation_config = own
     return [_until_stop(row, stops) for row in new]
 
 
@@ -149,13 +157,14 @@ def _claim(out: Path, settings: dict):
     elif any(out.iterdir()):
         raise ValueError(f"out={out}: the folder is not empty and holds no {SETTINGS}; choose another folder")
     else:
-        write_json(path, settings)
+        _write(path, json.dumps(settings, indent=2) + "\n")
 
 
-def _write_shard(out: Path, name: str, rows: list[dict]):
-    temporary = out / f".{name}.{os.getpid()}.tmp"
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    temporary.rename(out / f"shard-{name}.jsonl")
+def _write(path: Path, text: str):
+    """Under another name, then renamed: never half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.rename(path)
 
 
 def shards(path: Path) -> list[Path]:
@@ -166,10 +175,12 @@ def shards(path: Path) -> list[Path]:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def load_rows(path: str | Path, tokenizer=None, thinking: bool = False, limit: int | None = None) -> list[Row]:
+def load_rows(
+    path: str | Path, tokenizer=None, thinking: bool = False, limit: int | None = None, vocab_size: int | None = None
+) -> list[Row]:
     """Rows of a folder or a JSONL file. A record has response_ids, and prompt_ids or a `prompt` text to render.
 
-    Raises FileNotFoundError or ValueError with file and record.
+    Raises FileNotFoundError, or ValueError with file and record, also for ids outside 0 … vocab_size − 1.
     """
     path = Path(path).expanduser()
     files = shards(path) if path.exists() else []
@@ -186,6 +197,12 @@ def load_rows(path: str | Path, tokenizer=None, thinking: bool = False, limit: i
             for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids)):
                 if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
                     raise ValueError(f"{file}, record {number}: {name} must be a list of token ids")
+                odd = [i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)]
+                if odd:
+                    raise ValueError(
+                        f"{file}, record {number}: {name} holds {odd[0]}, which is no row of the target's embedding "
+                        f"({vocab_size} rows); the rows were made with another target"
+                    )
             if prompt_ids and response_ids:
                 rows.append(Row(str(raw.get("id", f"{file.name}:{number}")), prompt_ids, response_ids))
             if limit and len(rows) >= limit:
@@ -195,7 +212,7 @@ def load_rows(path: str | Path, tokenizer=None, thinking: bool = False, limit: i
     return rows
 
 
-def data_facts(path: str | Path, rows: list[Row]) -> dict:
+def data_facts(rows: list[Row]) -> dict:
     """Counts and a hash of the ids, for the provenance."""
     digest = hashlib.sha256()
     for row in rows:

@@ -125,13 +125,16 @@ class DrafterConfig:
                     f"drafter config: dflash_config.{key}={inner[key]!r} belongs to another drafter than dFlash"
                 )
         odd = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
+        if not raw.get("layer_types") and raw.get("use_sliding_window"):
+            odd = ["sliding_attention"]
         if odd:
             raise ValueError(
                 f"drafter config: layer type '{odd[0]}' is not supported; every layer needs full_attention"
             )
         find = lambda key, default=None: inner.get(key, raw.get(key, default))  # noqa: E731
         missing = [key for key in ("mask_token_id", "target_layer_ids", "block_size") if find(key) is None]
-        missing += [key for key in ("hidden_size", "num_target_layers", "vocab_size") if raw.get(key) is None]
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        missing += [key for key in (*sizes, "num_target_layers", "vocab_size") if raw.get(key) is None]
         if missing:
             raise ValueError(f"drafter config: {', '.join(missing)} missing; is this config.json a dFlash drafter's?")
         return cls(
@@ -181,6 +184,7 @@ class DrafterConfig:
             "layer_types": ["full_attention"] * self.num_hidden_layers,
             "sliding_window": None,
             "use_sliding_window": False,
+            "max_window_layers": self.num_hidden_layers,
             "vocab_size": self.vocab_size,
             "draft_vocab_size": self.draft_vocab_size,
             "tie_word_embeddings": False,

@@ -24,11 +24,11 @@ class FeatureSource:
             return self._compute(batch)
         lengths = (batch.documents != PADDING).sum(1).tolist()
         keys = [f"{name}/{length}" for name, length in zip(batch.row_ids, lengths)]
-        if any(key not in self.kept for key in keys):
-            features, log_norm = self._compute(batch)
-            for i, (key, n) in enumerate(zip(keys, lengths)):
-                norm = None if log_norm is None else log_norm[i, :n].clone()
-                self.kept[key] = (features.hidden[i, :n].clone(), features.last[i, :n].clone(), norm)
+        for i, (key, n) in enumerate(zip(keys, lengths)):
+            if key not in self.kept:  # alone, so that what is kept does not depend on the batch it came in
+                row = (t[i : i + 1, :n] for t in (batch.ids, batch.positions, batch.documents, batch.supervised))
+                features, log_norm = self._compute(Batch(*row, [key]))
+                self.kept[key] = (features.hidden[0], features.last[0], None if log_norm is None else log_norm[0])
         rows = [self.kept[key] for key in keys]
         stack = lambda column: torch.nn.utils.rnn.pad_sequence(column, batch_first=True)  # noqa: E731
         hidden, last, norms = zip(*rows)
@@ -38,7 +38,12 @@ class FeatureSource:
     def _compute(self, batch: Batch):
         found = self.target.features(batch.ids, batch.positions, self.layer_ids)
         found = Features(found.hidden.to(self.dtype), found.last.to(self.dtype))
-        return found, self.target.log_norm(found.last.to(self.target.dtype)) if self.reduced else None
+        if not self.reduced:
+            return found, None
+        log_norm = torch.zeros(batch.ids.shape, device=batch.ids.device)
+        judged = batch.supervised.roll(-1, 1)  # logits at t judge the token at t + 1; nothing else is asked for
+        log_norm[judged] = self.target.log_norm(found.last[judged].to(self.target.dtype)).float()
+        return found, log_norm
 
 
 @torch.no_grad()

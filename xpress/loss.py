@@ -10,6 +10,7 @@ the head under its own argmax (`self`, some rounds). Softmaxes run in fp32 at le
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -41,8 +42,15 @@ class Term:
             raise ValueError(f"objective term {self.name}: loss={dict(self.loss)}, known token losses are ce and l1")
         if self.rounds < 1:
             raise ValueError(f"objective term {self.name}: rounds={self.rounds}, must be at least 1")
+        if self.rounds > 1 and self.feed != "self":
+            raise ValueError(f"objective term {self.name}: rounds={self.rounds}, only feed self has more than one")
         if not 0 < self.over <= 1:
             raise ValueError(f"objective term {self.name}: over={self.over}, must be a share of the steps in (0, 1]")
+        if self.decay is not None and not self.decay > 0:
+            raise ValueError(f"objective term {self.name}: decay={self.decay}, must be above 0, or null for none")
+        ends = [self.weight] * 2 if isinstance(self.weight, (int, float)) else list(self.weight)
+        if len(ends) != 2 or not all(math.isfinite(end) for end in ends):
+            raise ValueError(f"objective term {self.name}: weight={self.weight}, must be a number or [from, to]")
 
     def weight_at(self, progress: float) -> float:
         """Weight after `progress` (0 … 1) of the steps."""

@@ -20,27 +20,20 @@ EXPERT = (
     "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
     "for the program"
 )
-WITH_STARTER = (
-    "You will use the following starter code to write the solution to the problem and enclose your code within "
-    "delimiters."
-)
-WITH_STDIN = (
-    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample "
-    "inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the "
-    "inputs, runs the algorithm and writes output to STDOUT."
-)
+WITH_STARTER = "Use the following code structure:"
+WITHOUT_STARTER = "Write your code in the following format:"
 
 
 def _livecodebench(row: dict) -> list[str]:
     starter = row.get("starter_code")
-    form, code = (WITH_STARTER, starter) if starter else (WITH_STDIN, "# YOUR CODE HERE")
+    form, code = (WITH_STARTER, starter) if starter else (WITHOUT_STARTER, "# YOUR CODE HERE")
     parts = (
         EXPERT,
         f"### Question:\n{row['question_content']}",
         f"### Format: {form}\n```python\n{code}\n```",
         "### Answer: (use the provided format with backticks)",
     )
-    return ["\n\n".join(parts) + "\n\n"]
+    return ["\n\n".join(parts)]
 
 
 def _alpaca(row: dict) -> list[str]:
@@ -75,7 +68,7 @@ SETS = {
         _livecodebench,
         ("test.jsonl", *(f"test{i}.jsonl" for i in range(2, 7))),
     ),
-    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])),
+    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"]),
     "alpaca": PromptSet("tatsu-lab/alpaca", None, "train", _alpaca),
     "sample": PromptSet(None, None, "sample", lambda row: [row["prompt"]]),
     "train": PromptSet(None, None, "train", lambda row: [row["prompt"]]),
@@ -120,8 +113,8 @@ def load_prompts(name: str, samples: int | None = None, data_dir: str | None = N
             raise ValueError(
                 f"{place}: not a record of {name}; field {error} is missing or of the wrong kind"
             ) from error
-        if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise ValueError(f"{place}: the record's turns must be non-empty text")
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            raise ValueError(f"{place}: the record's turns must be a list of non-empty texts")
         prompts.append(Prompt(f"{name}/{index}", name, turns))
     return prompts
 
@@ -136,14 +129,14 @@ def numbered_jsonl(path: Path) -> list[tuple[str, dict]]:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; data_dir must hold one <name>.jsonl for each set")
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg})") from error
+            except ValueError as error:  # of JSON or of UTF-8
+                raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: a record must be a JSON object")
             rows.append((f"{path}, line {number}", row))

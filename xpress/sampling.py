@@ -31,7 +31,7 @@ class Sampling:
     accept: str = "rejection"
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):  # NaN fails every comparison
             raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or above")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: must be 0 (off) or a number of tokens")
@@ -55,10 +55,10 @@ class Sampling:
         """
         logits = at_least_fp32(logits) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
-            ranked = logits.sort(-1, descending=True, stable=True).indices[..., self.top_k :]
+            ranked = logits.sort(dim=-1, descending=True, stable=True).indices[..., self.top_k :]
             logits = logits.scatter(-1, ranked, float("-inf"))
         if self.top_p < 1:
-            ranked, order = logits.sort(-1, descending=True, stable=True)
+            ranked, order = logits.sort(dim=-1, descending=True, stable=True)
             probs = ranked.softmax(-1)
             outside = probs.cumsum(-1) - probs >= self.top_p  # the token that crosses top_p stays in
             logits = ranked.masked_fill(outside, float("-inf")).gather(-1, order.argsort(-1))

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +72,8 @@ class Run:
 
     def __init__(self, out: Path, trainee: Trainee, rows: list[Row], source: FeatureSource, settings: TrainSettings):
         self.out, self.rows, self.source, self.settings = Path(out), rows, source, settings
-        self.accelerator = Accelerator(mixed_precision=settings.precision)
+        on_cpu = torch.device(source.target.device).type == "cpu"
+        self.accelerator = Accelerator(mixed_precision=settings.precision, cpu=on_cpu)
         head = list(trainee.head.parameters()) if trainee.head is not None else []
         groups = [{"params": head, "scale": 1.0}] if head else []
         if settings.train_drafter:
@@ -150,10 +153,13 @@ class Run:
     # --- the whole run ------------------------------------------------------------------------------------------
 
     def fit(self, provenance: dict, on_step: Callable = lambda facts, total: None) -> Path:
-        """Train to the last step -> the checkpoint's folder. Ctrl-C ends the step, saves, and says how to go on."""
+        """Train to the last step -> the checkpoint's folder.
+
+        Ctrl-C or SIGTERM ends the step, saves its state, and then raises KeyboardInterrupt.
+        """
         started, log, facts = time.perf_counter(), self.out / "metrics.jsonl", {}
         self.module.train()
-        try:
+        with interrupts() as asked:
             while self.step < self.settings.steps:
                 measure = (self.step + 1) % self.settings.log_every == 0 or self.step + 1 == self.settings.steps
                 facts = self.train_step(measure)
@@ -163,16 +169,17 @@ class Run:
                         with open(log, "a") as file:
                             file.write(json.dumps(facts) + "\n")
                     on_step(facts, self.settings.steps)
-                if self.step % self.settings.save_every == 0 and self.step < self.settings.steps:
+                unfinished = self.step < self.settings.steps
+                if unfinished and (asked or self.step % self.settings.save_every == 0):
                     self.save_state(provenance)
-        except KeyboardInterrupt:
-            self.save_state(provenance)
-            print(f"interrupted: step {self.step} is saved in {self.out}; go on with the same command and resume=true")
-            raise
+                if unfinished and asked:
+                    raise KeyboardInterrupt
         provenance = {**provenance, "metrics": {key: value for key, value in facts.items() if "/" in key}}
         self.module.eval()
         if self.accelerator.is_main_process:
             checkpoint.save(self.out / "checkpoint", self.trainee.drafter, self.trainee.head, provenance)
+            result = {**provenance, "steps": self.step, "seconds": round(time.perf_counter() - started, 1)}
+            checkpoint.write_json(self.out / "result.json", result)
             self._prune(keep=0)
         return self.out / "checkpoint"
 
@@ -220,6 +227,25 @@ class Run:
         states = sorted(self.out.glob("step-*"))
         for old in states[: len(states) - keep]:
             shutil.rmtree(old)
+
+
+@contextmanager
+def interrupts():
+    """Yields a list that fills when Ctrl-C or SIGTERM arrives, so that a step is never cut in two. The second Ctrl-C
+    acts at once."""
+    asked: list[int] = []
+
+    def note(number, frame):
+        asked.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    main = threading.current_thread() is threading.main_thread()  # elsewhere Python takes no handlers
+    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    try:
+        yield asked
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def usable(rows: list[Row], settings: TrainSettings) -> list[Row]:

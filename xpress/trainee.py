@@ -72,7 +72,7 @@ class Trainee(nn.Module):
             return [], {}
         size = max(1, self.chunk // block.num_draft)
         parts = []
-        for i in range(0, len(block), size):
+        for i in range(0, max(len(block), 1), size):  # no block still makes drafts [0,G]
             trace = jacobi(self.head, block[i : i + size])
             parts.append([next(trace) for _ in range(passes + 1 if self.head is not None and measure else passes)])
         fed = [torch.cat(drafts) for drafts in zip(*parts)]
