@@ -18,7 +18,9 @@ def main(cfg):
     bars = {}
 
     def progress(bench, done, total, what):
-        bar = bars.setdefault(bench, tqdm(total=total, unit="response", desc=bench, dynamic_ncols=True))
+        if bench not in bars:
+            bars[bench] = tqdm(total=total, unit="response", desc=bench, dynamic_ncols=True)
+        bar = bars[bench]
         bar.set_postfix_str(what, refresh=False)
         bar.update(done - bar.n)
         if done == total:

@@ -29,7 +29,7 @@ $python scripts/generate_data.py target.name="$target" prompts=train out=$out/re
 
 say "4/5 train a drafter, then an XPress head on top of it"
 common="+exp=smollm2_135m target.name=$target drafter.mask_token_id=$mask data.path=$out/responses"
-$python scripts/train.py $common head=none objective=dflash out=$out/drafter steps=300
+$python scripts/train.py $common head=none objective=dflash_b8 out=$out/drafter steps=300
 $python scripts/train.py $common drafter.init=$out/drafter out=$out/xpress steps=120
 
 say "5/5 measure on held-out prompts"

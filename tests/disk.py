@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from toys import make_model
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(template: str | None = TEMPLATE, **special) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 280 ids, pad 0, <s> 1, </s> 2; end-of-text is </s>, and there is no mask token."""
+    """Byte-level BPE of 280 ids, pad 0, <s> 1 (which plain text gets in front), </s> 2 to end with, no mask token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -28,6 +28,7 @@ def byte_tokenizer(template: str | None = TEMPLATE, **special) -> PreTrainedToke
     tokenizer.train_from_iterator(
         [TEMPLATE, "the user asks how many of them there are, and the assistant answers"], trainer
     )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", **special}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = template

@@ -7,13 +7,16 @@ from dataclasses import replace
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from xpress.anchors import Batch
+from xpress.anchors import Anchors, Batch, lay_out
 from xpress.block import INFILL, LAYOUTS, Block
+from xpress.data import Row
 from xpress.decode import generate
-from xpress.drafter import DFlashDrafter
+from xpress.drafter import Context, DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.heads import DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
+from xpress.loss import Term
 from xpress.target import Target
+from xpress.trainee import Trainee
 
 V, D, L = 97, 32, 4
 SHAPES = {
@@ -110,6 +113,13 @@ def random_block(N=3, B=5, layout="infill", num_draft=None, dtype=torch.float64,
     return Block(hidden, anchor, before, layout, num_draft, lambda h: h @ rows.T, V, draft_ids)
 
 
+def draft_hidden(drafter, target, prompt, anchor=7) -> torch.Tensor:
+    """Hidden states [B,D] of the first draft after `prompt` and `anchor`."""
+    drafter.reset()
+    _, features = target.prefill(prompt, drafter.layer_ids)
+    return drafter.draft(Context([*prompt, anchor], features)).hidden[0]
+
+
 class ScriptedDrafter:
     """Drafts from a known continuation: right for the first `right(round)` tokens of a block, wrong after.
 
@@ -189,3 +199,25 @@ def count_batch(T=12, documents=None, supervised_from=0) -> Batch:
     positions = torch.arange(T) - torch.where(starts, torch.arange(T), 0).cummax(0).values
     supervised = torch.arange(T) >= supervised_from
     return Batch(torch.arange(T)[None], positions[None], documents[None], supervised[None], ["count"])
+
+
+XPRESS = [Term("refined", "gold"), Term("consistency", "self", 0.3, rounds=3), Term("anchor", "none", [0.6, 0.2])]
+
+
+def make_rows(*lengths, prompt=3, seed=4) -> list[Row]:
+    """Random prompts of `prompt` tokens and answers of these lengths, row-0, row-1, …"""
+    torch.manual_seed(seed)
+    ids = [torch.randint(3, V - 1, (prompt + n,)).tolist() for n in lengths]
+    return [Row(f"row-{i}", own[:prompt], own[prompt:]) for i, own in enumerate(ids)]
+
+
+def make_trainee(target, head="refiner", terms=XPRESS, train_drafter=True, seed=1, chunk=5, std=0.5, **settings):
+    """A random drafter (`settings` are its own) and head under an objective."""
+    drafter = make_drafter(target, seed=seed, **settings)
+    return Trainee(drafter, make_head(head, drafter, seed=seed + 1, std=std), terms, train_drafter, chunk)
+
+
+def anchors_at(batch: Batch, places: list[int], num_draft: int) -> Anchors:
+    """Blocks at the same places of every sequence."""
+    index = torch.tensor([places]).expand(len(batch.ids), -1)
+    return lay_out(batch, index, torch.ones_like(index, dtype=torch.bool), num_draft)

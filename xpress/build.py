@@ -26,6 +26,7 @@ from xpress.anchors import Batch
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.features import FeatureSource, feature_scale
+from xpress.files import file_hash, write_json
 from xpress.loss import Term
 from xpress.refine import check_passes
 from xpress.sampling import Sampling
@@ -118,7 +119,7 @@ def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -
             have = getattr(found.drafter.config, key)
             if wanted is not None and (list(have) if isinstance(have, tuple) else have) != wanted:
                 raise ValueError(f"drafter.{key}={wanted}, but drafter.init={init} has {have}; drop one of the two")
-        origin = {"path": str(init), "sha256": checkpoint.file_hash(found.path / checkpoint.WEIGHTS)}
+        origin = {"path": str(init), "sha256": file_hash(found.path / checkpoint.WEIGHTS)}
         return found.drafter, origin
     config = DrafterConfig.for_target(target, **section)
     if vocab is not None:
@@ -235,9 +236,10 @@ def evaluation(cfg: DictConfig, progress) -> list[dict]:
     )
     device = device_of(raw["device"])
     dtype = raw["dtype"] or ("float32" if device == "cpu" else "bfloat16")
-    name = raw["target"] or (provenance.get("target") or {}).get("name")
+    refuse_unknown("target", raw["target"], {"name"})
+    name = raw["target"]["name"] or (provenance.get("target") or {}).get("name")
     if name is None:
-        raise ValueError(f"checkpoint={folder} does not say what target it belongs to; give target=<folder or hub id>")
+        raise ValueError(f"checkpoint={folder} does not name its target; give target.name=<folder or hub id>")
     target = make_target({"name": name}, device, dtype)
     evaluate.check_template(target, provenance, raw["thinking"])
     found = checkpoint.load(folder, target, getattr(torch, dtype), device)
@@ -276,7 +278,7 @@ def evaluation(cfg: DictConfig, progress) -> list[dict]:
             thinking=raw["thinking"],
             progress=lambda done, total, what, bench=bench: progress(bench, done, total, what),
         )
-        report = evaluate.report(results, protocol)
+        report = evaluate.report(results, chosen, protocol)
         report["path"] = str(write_result(Path(raw["out"]).expanduser(), bench, report))
         reports.append(report)
     return reports
@@ -309,7 +311,7 @@ def bare_drafter(path: str | None, provenance: dict, target, dtype: str, device:
             weights = checkpoint.locate(start) / checkpoint.WEIGHTS if start and Path(start).exists() else None
         except FileNotFoundError:
             weights = None
-        if weights is None or checkpoint.file_hash(weights) != origin.get("sha256"):
+        if weights is None or file_hash(weights) != origin.get("sha256"):
             return None
         path = start
     return checkpoint.load(find(path), target, getattr(torch, dtype), device)
@@ -323,7 +325,7 @@ def write_result(folder: Path, bench: str, report: dict) -> Path:
         path = folder / (f"{stem}.json" if number == 0 else f"{stem}-{number}.json")
         if not path.exists():
             break
-    checkpoint.write_json(path, report)
+    write_json(path, report)
     return path
 
 

@@ -7,12 +7,8 @@ on saving (powers of two, so exactly), and taken out again on loading. Loading a
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import os
-import shutil
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +18,7 @@ from safetensors.torch import save_file
 
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
+from xpress.files import new_folder, write_json
 from xpress.heads import CorrectionHead
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
@@ -67,33 +64,6 @@ def _download(hub_id: str) -> Path:
             f"checkpoint={hub_id}: no such folder, and the hub cannot be read ({type(error).__name__}); give a local "
             "folder, or try again with network"
         ) from error
-
-
-@contextmanager
-def new_folder(path: Path):
-    """Yields a temporary folder that becomes `path` when everything in it is written; replaces nothing but itself."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if path.exists():  # an older version of the same checkpoint: out of the way in one rename, then gone
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
-            path.rename(old)
-            temporary.rename(path)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_json(path: Path, content) -> None:
-    """Written under another name, then renamed: never half a file."""
-    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    temporary.rename(path)
 
 
 def save(path: str | Path, drafter: DFlashDrafter, head: CorrectionHead | None = None, provenance: dict | None = None):
@@ -229,14 +199,5 @@ def check_target(provenance: dict, target, folder):
     if trained_for and trained_for != target.fingerprint():
         raise ValueError(
             f"checkpoint={folder} was trained for target {provenance['target'].get('name')} with weights "
-            f"{trained_for[:16]}…, but target={target.name} has {target.fingerprint()[:16]}…; give its own target"
+            f"{trained_for[:16]}…, but target {target.name} has {target.fingerprint()[:16]}…; give its own"
         )
-
-
-def file_hash(path: Path) -> str:
-    """sha256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from xpress.anchors import PADDING, Batch
+from xpress.files import write_json, write_text
 from xpress.prompts import Prompt, read_jsonl, render, stop_ids, template_facts, user
 
 SETTINGS = "settings.json"
@@ -108,7 +108,7 @@ def generate_data(
                     "finish": "stop" if stopped else "length",
                 }
             )
-        _write(out / f"shard-{part[0]}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_text(out / f"shard-{part[0]}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         counts["rows"] += len(part)
         progress(counts["rows"], total)
     return counts
@@ -157,14 +157,7 @@ def _claim(out: Path, settings: dict):
     elif any(out.iterdir()):
         raise ValueError(f"out={out}: the folder is not empty and holds no {SETTINGS}; choose another folder")
     else:
-        _write(path, json.dumps(settings, indent=2) + "\n")
-
-
-def _write(path: Path, text: str):
-    """Under another name, then renamed: never half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.rename(path)
+        write_json(path, settings)
 
 
 def shards(path: Path) -> list[Path]:

@@ -155,7 +155,7 @@ def check_template(target, provenance: dict, thinking: bool) -> None:
         )
 
 
-def report(results: list[Result], protocol: dict) -> dict:
+def report(results: list[Result], prompts: list[Prompt], protocol: dict) -> dict:
     """Everything as JSON-able data: protocol, a summary for each method, paired differences of tau against every bare
     drafter, and what differed from autoregression."""
     greedy = protocol["temperature"] == 0
@@ -168,7 +168,7 @@ def report(results: list[Result], protocol: dict) -> dict:
                 **summary(result.counts, results[0].counts),
                 "lossless": result.lossless if greedy else None,
                 "differences": result.differences,
-                "responses": [count.as_dict() for count in result.counts],
+                "responses": [{"prompt": p.id, **count.as_dict()} for p, count in zip(prompts, result.counts)],
             }
         )
     pairs = []

@@ -89,7 +89,7 @@ def mean_passes(responses: Sequence[Counts]) -> float | None:
 
 def tokens_per_second(responses: Sequence[Counts]) -> float | None:
     """Pooled; the clock starts when the first token is known, so that token is not counted."""
-    tokens, seconds = sum(r.num_tokens - 1 for r in responses), sum(r.seconds for r in responses)
+    tokens, seconds = sum(r.num_tokens - 1 for r in responses if r.num_tokens), sum(r.seconds for r in responses)
     return tokens / seconds if seconds > 0 and tokens > 0 else None
 
 

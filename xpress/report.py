@@ -6,6 +6,12 @@ from rich.console import Console
 from rich.table import Table
 
 
+def wide_console() -> Console:
+    """A terminal's own width; a file or pipe gets room for every column."""
+    console = Console()
+    return console if console.is_terminal else Console(width=132)
+
+
 def number(value, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
@@ -16,13 +22,13 @@ def interval(pair, digits: int = 2) -> str:
 
 def print_protocol(protocol: dict, console: Console | None = None):
     """Every setting that a number depends on."""
-    console = console or Console()
+    console = console or wide_console()
     console.print("  ".join(f"{key}={value}" for key, value in protocol.items()), highlight=False, style="dim")
 
 
 def print_report(result: dict, console: Console | None = None):
     """One row a method, then the paired differences, then what differed from plain autoregression."""
-    console = console or Console()
+    console = console or wide_console()
     table = Table(title=result["protocol"].get("bench"))
     columns = ("method", "K", "tau [95 %]", "tau_macro", "tokens/round", "passes", "tokens/s", "speed-up", "lossless")
     for column in columns:

@@ -25,6 +25,7 @@ from xpress import checkpoint
 from xpress.anchors import Anchors, Batch, candidates, draw, lay_out
 from xpress.data import Row, collate
 from xpress.features import FeatureSource
+from xpress.files import write_json
 from xpress.trainee import Trainee
 
 
@@ -179,7 +180,7 @@ class Run:
         if self.accelerator.is_main_process:
             checkpoint.save(self.out / "checkpoint", self.trainee.drafter, self.trainee.head, provenance)
             result = {**provenance, "steps": self.step, "seconds": round(time.perf_counter() - started, 1)}
-            checkpoint.write_json(self.out / "result.json", result)
+            write_json(self.out / "result.json", result)
             self._prune(keep=0)
         return self.out / "checkpoint"
 
@@ -194,7 +195,7 @@ class Run:
             for key, value in self.optimizer.state.get(weight, {}).items():
                 moments[f"{key}.{name}"] = value.detach().cpu().contiguous()
         save_file(moments, folder / "optimizer.safetensors")
-        checkpoint.write_json(folder / "trainer.json", {"step": self.step, "rows": len(self.rows)})
+        write_json(folder / "trainer.json", {"step": self.step, "rows": len(self.rows)})
         self._prune(keep=2)
 
     def resume(self) -> int:

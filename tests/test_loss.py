@@ -1,0 +1,269 @@
+"""The chunked loss is the plain loss, in value and gradient, at any size, keeping nothing of the vocabulary's size."""
+
+import math
+from dataclasses import is_dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from xpress.loss import Rows, Term, Vocabulary, chunked_loss, token_loss
+
+V, D, R = 11, 6, 4
+MIXES = [(0.1, 0.9), (1.0, 0.0), (0.0, 1.0), (0.3, 0.0)]
+
+
+def make(n, feeds=1, draft_ids=None, dtype=torch.float64, seed=0, vocab=V, zero_weights=False):
+    """Random rows -> Rows and Vocabulary whose hidden, latents and readout want gradients, and the target's lm_head."""
+    torch.manual_seed(seed)
+    head = torch.randn(vocab, D, dtype=dtype)
+    ids = None if draft_ids is None else torch.tensor(draft_ids)
+    last = torch.randn(n, D, dtype=dtype)
+    rows = Rows(
+        hidden=torch.randn(n, D, dtype=dtype).requires_grad_(),
+        latents=torch.randn(feeds, n, R, dtype=dtype).requires_grad_(),
+        labels=torch.randint(vocab, (n,)),
+        last=last,
+        log_norm=None if ids is None else (last @ head.T).logsumexp(-1),
+        weights=torch.rand(1 + feeds, n, dtype=torch.float64) * (not zero_weights),
+    )
+    lm_rows = head if ids is None else head[ids]
+    readout = torch.randn(len(lm_rows), R, dtype=dtype).requires_grad_()
+    return rows, Vocabulary(lm_rows, readout, ids), head
+
+
+def plain_loss(rows, vocabulary, head, mix) -> torch.Tensor:
+    """The formula: ce·CE(z, data token) + l1·‖softmax z − p‖₁, weighted and summed; p over the whole vocabulary, the
+    label's term dropped where the draft vocabulary lacks it."""
+    ids = range(len(head)) if vocabulary.draft_ids is None else vocabulary.draft_ids.tolist()
+    p = (rows.last @ head.T).softmax(-1)[:, list(ids)]
+    base = rows.hidden @ vocabulary.lm_rows.T
+    sums = []
+    for z, weight, (ce, l1) in zip([base, *(base + x @ vocabulary.readout.T for x in rows.latents)], rows.weights, mix):
+        q = z.softmax(-1)
+        total = 0.0 * z.sum()
+        for i, label in enumerate(rows.labels.tolist()):
+            nll = -q[i, ids.index(label)].log() if label in ids else 0.0
+            total = total + weight[i] * (ce * nll + l1 * (q[i] - p[i]).abs().sum())
+        sums.append(total)
+    return torch.stack(sums)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 9),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.sampled_from([None, [4], [0, 3, 4, 8, 10]]),
+    st.lists(st.sampled_from(MIXES), min_size=4, max_size=4),
+    st.booleans(),
+)
+@example(0, 3, 2, None, MIXES, False)
+@example(1, 3, 2, [1, 2], MIXES, False)
+@example(9, 4, 3, None, MIXES, True)
+@example(9, 4, 3, [0, 3, 4, 8, 10], MIXES, False)
+def test_chunked_is_plain(n, chunk, feeds, draft_ids, mix, zero_weights):
+    """Value and gradient in hidden, latents and readout; the sums come back with unequal factors, as a step gives."""
+    rows, vocabulary, head = make(n, feeds, draft_ids, zero_weights=zero_weights)
+    inputs, factors = [rows.hidden, rows.latents, vocabulary.readout], torch.arange(1.0, 2 + feeds).double()
+    found, wanted = chunked_loss(rows, vocabulary, mix, chunk), plain_loss(rows, vocabulary, head, mix)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-12)  # fp64, sums of at most nine rows
+    for ours, theirs in zip(*(torch.autograd.grad(x @ factors, inputs, allow_unused=True) for x in (found, wanted))):
+        theirs = torch.zeros_like(ours) if theirs is None else theirs
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)  # as above
+
+
+def test_gradcheck():
+    rows, vocabulary, _ = make(5, 2)
+
+    def run(hidden, latents, readout):
+        return chunked_loss(
+            replace(rows, hidden=hidden, latents=latents), replace(vocabulary, readout=readout), MIXES, 2
+        )
+
+    assert torch.autograd.gradcheck(run, (rows.hidden, rows.latents, vocabulary.readout))
+
+
+def test_frozen_inputs_get_no_gradient():
+    """A frozen drafter: the head's gradient is the same, the drafter's is absent."""
+    rows, vocabulary, _ = make(5, 2)
+    wanted = torch.autograd.grad(chunked_loss(rows, vocabulary, MIXES, 2).sum(), [rows.latents, vocabulary.readout])
+    frozen = replace(rows, hidden=rows.hidden.detach())
+    chunked_loss(frozen, vocabulary, MIXES, 2).sum().backward()
+    assert rows.hidden.grad is None
+    assert torch.equal(rows.latents.grad, wanted[0]) and torch.equal(vocabulary.readout.grad, wanted[1])
+
+
+def test_no_head():
+    """A plain drafter has no readout; its sum is the first one."""
+    rows, vocabulary, head = make(5, 0)
+    found = chunked_loss(rows, Vocabulary(vocabulary.lm_rows, None), MIXES[:1], 2)
+    assert torch.allclose(found, plain_loss(rows, vocabulary, head, MIXES[:1]), rtol=0, atol=1e-12)  # fp64
+
+
+def test_sign_of_zero_is_zero():
+    """Where q equals p the L1 part has no slope: q = (¼,¼,¼,¼), p = (¼,¼,½,0) pulls at the last two only."""
+    z, label, inside = torch.zeros(1, 4), torch.tensor([0]), torch.tensor([True])
+    none, one = torch.zeros(1), torch.ones(1)
+    same, other = torch.full((1, 4), 0.25), torch.tensor([[0.25, 0.25, 0.5, 0.0]])
+    assert torch.equal(token_loss(z, label, inside, same, none, one, one), torch.zeros(1, 4))
+    assert torch.equal(token_loss(z, label, inside, other, none, one, one), torch.tensor([[0.0, 0.0, -0.25, 0.25]]))
+
+
+def test_reduced_vocabulary_needs_the_normaliser():
+    rows, vocabulary, _ = make(3, 1, [0, 2])
+    with pytest.raises(ValueError, match="log_norm"):
+        chunked_loss(replace(rows, log_norm=None), vocabulary, MIXES)
+
+
+# --- narrow types -----------------------------------------------------------------------------------------------------
+
+
+def overlapping(overlap: float, n=6, vocab=4096):
+    """bf16 logits z, t [n,vocab] with Σ min(softmax z, softmax t) near `overlap`."""
+    torch.manual_seed(1)
+    t, noise = torch.randn(2, n, vocab) * torch.tensor([2.0, 1.0])[:, None, None]
+    low, high = 0.0, 4.0
+    for _ in range(30):
+        mid = (low + high) / 2
+        shared = torch.minimum(t.softmax(-1), (t + mid * noise).softmax(-1)).sum(-1).mean()
+        low, high = (mid, high) if shared > overlap else (low, mid)
+    return (t + low * noise).bfloat16(), t.bfloat16()
+
+
+def logit_gradient(z, t, mix):
+    """∂/∂z through the chunked loss: a unit latent for each row makes the readout's gradient that of the logits."""
+    n = len(z)
+    unit = torch.eye(n, dtype=z.dtype)
+    readout = z.T.contiguous().requires_grad_()
+    # `last` reads the target's logits off lm_rows, hidden = 0 adds nothing to z
+    rows = Rows(torch.zeros_like(unit), unit[None], t.argmax(-1), unit, None, torch.ones(2, n).double())
+    chunked_loss(rows, Vocabulary(t.T.contiguous(), readout), [(0.0, 0.0), mix], 4)[1].backward()
+    return readout.grad.T.double()
+
+
+@pytest.mark.parametrize("overlap", [0.88, 0.95, 0.98])
+@pytest.mark.parametrize("mix, fp32_bound", [((1.0, 0.0), 1e-5), ((0.0, 1.0), 1e-3)], ids=["ce", "l1"])
+def test_bf16_logits_keep_their_gradient(overlap, mix, fp32_bound):
+    """Against fp64 from the same bf16 logits. With a softmax in bf16 L1's is lost where the drafter is good."""
+    z, t = overlapping(overlap)
+    exact = logit_gradient(z.double(), t.double(), mix)
+
+    def error(found):
+        return float((found - exact).norm() / exact.norm())
+
+    assert error(logit_gradient(z, t, mix)) < 1e-2  # the gradient itself is stored in bf16: 2⁻⁹ a number
+    assert error(logit_gradient(z.float(), t.float(), mix)) < fp32_bound  # L1: signs flip where q is p to rounding
+    q, p = z.softmax(-1), t.softmax(-1)
+    sign = (q - p).sign()
+    if mix[1]:
+        assert error((q * (sign - (q * sign).sum(-1, keepdim=True))).double()) > 2e-2  # what bf16 softmaxes would give
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("label", [0, 1])
+def test_extreme_logits_stay_finite(dtype, label):
+    """z of ±60 against a one-hot p, right and wrong."""
+    z, t = torch.full((2, 4, 512), -60.0, dtype=dtype)
+    z[:, label], t[:, 0] = 60, 60
+    found = logit_gradient(z, t, (0.1, 0.9))
+    assert found.isfinite().all()
+    value = token_loss(z.float(), t.argmax(-1), torch.ones(4), t.float().softmax(-1), *torch.full((2, 4), 0.5), None)
+    assert float(value) == pytest.approx(4 * 0.5 * (120 + 2) * label, abs=1e-3)  # fp32 near 240
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def storages(thing, found=None) -> dict:
+    """Every tensor reachable through containers and attributes: address -> bytes."""
+    found = {} if found is None else found
+    if isinstance(thing, torch.Tensor):
+        found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, (list, tuple, dict)):
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            storages(part, found)
+    elif is_dataclass(thing):
+        storages(vars(thing), found)
+    return found
+
+
+def kept_bytes(loss, inputs) -> int:
+    """What forward leaves for backward beyond its inputs: saved tensors, and whatever hangs on the nodes themselves."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: storages(t, kept) and t, lambda t: t):
+        sums = loss()
+    nodes = [sums.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        storages(getattr(node, "__dict__", {}), kept)
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    return sum(size for address, size in kept.items() if address not in storages(inputs))
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that any operation returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.size = max(
+            [self.size, *(t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, torch.Tensor))]
+        )
+        return out
+
+
+def test_nothing_of_vocabulary_size_is_kept():
+    """Independent of the rows, and zero; nor is anything larger than a chunk ever made. The plain loss keeps it all."""
+    chunk, vocab, found = 16, 4096, {}
+    for n in (64, 512):
+        rows, vocabulary, head = make(n, 2, vocab=vocab, dtype=torch.float32)
+        inputs = [rows, vocabulary]
+        found[n] = kept_bytes(lambda r=rows, v=vocabulary: chunked_loss(r, v, MIXES, chunk), inputs)
+        with Largest() as largest:
+            chunked_loss(rows, vocabulary, MIXES, chunk).sum().backward()
+        assert largest.size <= 4 * chunk * vocab
+        unchunked = kept_bytes(lambda r=rows, v=vocabulary: F.cross_entropy(r.hidden @ v.lm_rows.T, r.labels), inputs)
+        assert unchunked >= 4 * n * vocab  # the count sees what a loss without recompute keeps
+    assert found[64] == found[512] < 4 * chunk * vocab
+
+
+# --- terms ------------------------------------------------------------------------------------------------------------
+
+
+def test_weight_moves_linearly_over_its_share():
+    term = Term("anchor", "none", weight=[0.6, 0.2], over=0.5)
+    assert [term.weight_at(x) for x in (0, 0.25, 0.5, 1)] == pytest.approx([0.6, 0.4, 0.2, 0.2])
+    assert Term("refined", "gold", weight=0.3).weight_at(0.7) == 0.3
+
+
+@pytest.mark.parametrize("decay", [4.0, 7.0, None])
+def test_slot_weights(decay):
+    wanted = [1.0 if decay is None else math.exp(-(k - 1) / decay) for k in range(1, 6)]
+    assert Term("refined", "gold", decay=decay).slot_weights(5).tolist() == pytest.approx(wanted, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"feed": "silver"},
+        {"loss": {"kl": 1.0}},
+        {"rounds": 0},
+        {"over": 0.0},
+        {"over": 1.5},
+        {"decay": 0.0},
+        {"weight": [1]},
+    ]
+    + [{"rounds": 2, "feed": "gold"}, {"weight": [0.1, 0.2, 0.3]}, {"weight": float("nan")}],
+)
+def test_bad_terms_are_refused(wrong):
+    """The message names the term, the setting and the value."""
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ValueError, match="objective term refined: ") as caught:
+        Term(**{"name": "refined", "feed": "self", **wrong})
+    assert name in str(caught.value) and str(value) in str(caught.value)

@@ -1,0 +1,296 @@
+"""The real commands, end to end on toys: data, training, evaluation, sweeps; and every bad setting named in time."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from disk import published_drafter, save_model
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from safetensors.torch import load_file
+
+from xpress import Target, build, load, prompts
+
+ROOT = Path(__file__).resolve().parents[1]
+TOY = ["+exp=tiny", "drafter.mask_token_id=299", "max_length=512", "steps=2"]
+ENOUGH = ["bench=sample", "samples=2", "max_new_tokens=8", "passes=[0,1,auto]", "device=cpu"]
+
+
+class Commands:
+    """Starts real commands in a scratch folder; one thread each, no hub, trackers offline."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.env = dict(
+            os.environ, HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_DIR=str(folder), WANDB_SILENT="true"
+        )
+        self.env |= {"OMP_NUM_THREADS": "1", "XPRESS_HOME": str(folder / "home")}
+
+    def together(self, *commands, cwd=None) -> list[subprocess.CompletedProcess]:
+        """All at once: (script, argument, …) each -> what they printed, in order."""
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env, cwd=cwd or self.folder)
+        started = [
+            subprocess.Popen([sys.executable, str(ROOT / "scripts" / script), *map(str, args)], **pipes)
+            for script, *args in commands
+        ]
+        return [subprocess.CompletedProcess(p.args, p.wait(), *output) for p in started for output in [p.communicate()]]
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory):
+    return Commands(tmp_path_factory.mktemp("commands"))
+
+
+@pytest.fixture(scope="session")
+def toys(commands):
+    """A tiny Llama, a tiny Qwen3 with a published drafter, and a target without a chat template; rows of the Llama."""
+    at = commands.folder
+    save_model(at / "llama")
+    save_model(at / "bare", template=None)
+    save_model(at / "qwen3", "qwen3", seed=3)
+    published_drafter(at / "z-lab", Target.from_pretrained(str(at / "qwen3")), dtype=torch.bfloat16)
+    (at / "elsewhere").mkdir()
+    return SimpleNamespace(llama=at / "llama", qwen3=at / "qwen3", bare=at / "bare", drafter=at / "z-lab", at=at)
+
+
+@pytest.fixture(scope="session")
+def ran(commands, toys):
+    """Every real command, run once, two or three at a time. Relative paths are those of the caller's folder."""
+    generate = ("generate_data.py", f"target.name={toys.llama}", "prompts=train", "samples=8", "max_new_tokens=12")
+    data, lost = commands.together((*generate, "out=rows", "batch_size=4"), ("eval_tau.py", "checkpoint=nowhere"))
+    qwen3 = ("+exp=qwen3_8b", f"target.name={toys.qwen3}", "target.dtype=float32", f"drafter.init={toys.drafter}")
+    small = ("data.path=rows", "steps=2", "precision=no", "accumulation=1", "num_anchors=8", "max_length=512")
+    toy = ("train.py", *TOY, f"target.name={toys.llama}", f"data.path={toys.at / 'rows'}")
+    train, published = commands.together(
+        (*toy, "out=run"), ("train.py", *qwen3, *small, "log_every=1", "save_every=1", "out=z-run")
+    )
+    sweep, found = commands.together(
+        (*toy, "out=sweep", "lr=1e-3,1e-4", "seed=0,1", "wandb=offline", "--multirun"),
+        ("eval_tau.py", "checkpoint=../run", "out=results", *ENOUGH),
+        cwd=toys.at / "elsewhere",
+    )
+    z_found, *contest = commands.together(
+        ("eval_tau.py", "checkpoint=z-run", "out=z-results", *ENOUGH), *[(*toy, "out=contested")] * 2
+    )
+    done = dict(data=data, train=train, published=published, sweep=sweep, eval=found, z_eval=z_found)
+    return SimpleNamespace(**done, lost=lost, contest=sorted(contest, key=lambda each: each.returncode))
+
+
+def result(done, cwd: Path) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads((cwd / re.search(r"^result: (\S+)$", done.stdout, re.M)[1]).read_text())
+
+
+# --- end to end -----------------------------------------------------------------------------------------------------
+
+
+def test_generate_then_train(ran, toys):
+    for done, bar in ((ran.data, "8/8"), (ran.train, "2/2")):
+        assert done.returncode == 0, done.stderr
+        assert bar in done.stderr  # progress is shown
+    assert sum(len(path.read_text().splitlines()) for path in (toys.at / "rows").glob("shard-*.jsonl")) == 8
+    for said in ("8 rows", "parameters to train", "lr=0.001", "checkpoint: run/checkpoint"):
+        assert said in ran.train.stdout
+    metrics = [json.loads(line) for line in (toys.at / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [1, 2]
+    assert {"loss/refined", "loss/consistency", "loss/anchor", "tau/drafter", "tau/head", "lr"} <= metrics[-1].keys()
+    facts = load(toys.at / "run", Target.from_pretrained(str(toys.llama))).provenance
+    assert {"target", "template", "data", "recipe", "init", "versions", "metrics"} <= facts.keys()
+    assert (facts["recipe"]["steps"], facts["data"]["rows"], facts["init"]) == (2, 8, None)
+
+
+@pytest.mark.parametrize("name, cwd, rows", [("eval", "elsewhere", 4), ("z_eval", "", 5)])
+def test_evaluation_is_lossless_and_its_numbers_agree(ran, toys, name, cwd, rows):
+    """From another working folder too; the second run knows the drafter that it started from, and shows it."""
+    done = getattr(ran, name)
+    found = result(done, toys.at / cwd)
+    methods, printed = found["methods"], "".join(done.stdout.split())
+    assert len(methods) == rows and "sample: 100%" in done.stderr
+    for row in methods:
+        assert row["lossless"] is True and row["prompts"] == 2
+        assert row["tau"] == pytest.approx(1 + sum(row["accept_at"].values()))
+        assert row["tokens"] == row["prompts"] + row["rounds"] * row["tokens_per_round"]
+        assert sum(row["histogram"]) == row["rounds"]
+    assert [row["passes"] for row in methods[-2:]] == [1, "auto"] and methods[0]["tau"] == 1
+    for key in ("bench", "samples", "target", "head", "temperature", "max_new_tokens", "thinking", "seed", "dtype"):
+        assert "".join(f"{key}={found['protocol'][key]}".split()) in printed
+    assert (found["protocol"]["samples"], found["protocol"]["max_new_tokens"]) == (2, 8)
+    assert found["paired"] and all(pair["passes"] in (1, "auto") for pair in found["paired"])
+
+
+def test_the_published_recipe_starts_from_a_published_drafter(ran, toys):
+    assert ran.published.returncode == 0, ran.published.stderr
+    found, start = load(toys.at / "z-run"), load(toys.drafter)
+    assert found.drafter.config == start.drafter.config and type(found.head).__name__ == "Refiner"
+    assert found.provenance["init"]["path"].endswith("z-lab") and len(found.provenance["init"]["sha256"]) == 64
+    assert not torch.equal(found.drafter.fc.weight, start.drafter.fc.weight)  # co-trained
+    recipe = found.provenance["recipe"]
+    assert (recipe["lr"], recipe["warmup"], recipe["seed"]) == (6e-4, 0.04, 42) and found.head.config["rank"] == 256
+    published, ours = (load_file(path / "model.safetensors") for path in (toys.drafter, toys.at / "z-run/checkpoint"))
+    assert published.keys() == {name for name in ours if not name.startswith("head.")}
+
+
+def test_a_sweep_leaves_four_runs_apart(ran, toys):
+    assert ran.sweep.returncode == 0, ran.sweep.stderr
+    folders = [toys.at / "elsewhere" / "sweep" / str(i) for i in range(4)]
+    for folder in folders:
+        assert {build.RUN_CONFIG, "metrics.jsonl", "checkpoint"} <= {path.name for path in folder.iterdir()}
+    recipes = [load(folder).provenance["recipe"] for folder in folders]
+    assert {(r["lr"], r["seed"]) for r in recipes} == {(1e-3, 0), (1e-3, 1), (1e-4, 0), (1e-4, 1)}
+    tracked = {path.name.rpartition("-")[2] for path in toys.at.rglob("offline-run-*")}
+    assert len(tracked) == 4
+
+
+def test_of_two_runs_that_start_together_one_wins(ran, toys):
+    winner, loser = ran.contest
+    assert (winner.returncode, loser.returncode) == (0, 1) and (toys.at / "contested" / "checkpoint").exists()
+    assert re.search("error: out=contested: (the folder is not empty|another run has just claimed)", loser.stderr)
+    claimed, barrier = [], threading.Barrier(8)
+
+    def claim():
+        barrier.wait()
+        try:
+            claimed.append(build.run_folder(str(toys.at / "raced")))
+        except ValueError:
+            pass
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(claimed) == 1
+
+
+def test_an_error_is_one_line_and_a_status(ran):
+    for done, said in (
+        (ran.lost, "error: checkpoint=nowhere: no config.json"),
+        (ran.contest[1], "error: out=contested"),
+    ):
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+# --- bad settings, in this process ----------------------------------------------------------------------------------
+
+
+def configured(name: str, *overrides):
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        return compose(name, list(overrides))
+
+
+@pytest.fixture
+def program(toys, ran, monkeypatch, tmp_path):
+    """program("train", overrides…) runs what the script runs, on the toys, writing below tmp_path."""
+    monkeypatch.chdir(toys.at)
+    usual = {
+        "train": [*TOY, f"target.name={toys.llama}", "data.path=rows", f"out={tmp_path / 'out'}", "device=cpu"],
+        "eval_tau": ["checkpoint=run", f"out={tmp_path / 'out'}", *ENOUGH],
+        "generate_data": [f"target.name={toys.llama}", f"out={tmp_path / 'out'}", "samples=1", "max_new_tokens=2"],
+    }
+    call = {"train": build.training, "eval_tau": build.evaluation, "generate_data": build.generation}
+
+    def run(name, *overrides):
+        cfg = configured(name, *usual[name], *(o.format(**vars(toys)) for o in overrides))
+        return call[name](cfg, *([] if name == "train" else [lambda *_: None]))
+
+    return run
+
+
+BAD = [
+    ("train", "+typo=1", "unknown key typo; known are"),
+    ("train", "+drafter.typo=1", "unknown key drafter.typo"),
+    ("train", "+target.typo=1", "unknown key target.typo"),
+    ("train", "+data.typo=1", "unknown key data.typo"),
+    ("train", "+objective.typo=1", "unknown key objective.typo"),
+    ("train", "+head.typo=1", "Refiner.*typo"),
+    ("train", "objective.terms=[{{name: a, feed: gold, wheight: 1}}]", "unknown key objective.terms.wheight"),
+    ("train", "data.path=nowhere", "data.path=nowhere: no rows there"),
+    ("train", "target.name=nowhere", "target=nowhere: no such folder"),
+    ("train", "target.name={bare}", "no chat template"),
+    ("train", "drafter.mask_token_id=null", "drafter.mask_token_id="),
+    ("train", "drafter.mask_token_id=300", "mask_token_id=300: outside the target's embedding of 300 rows"),
+    ("train", "drafter.mask_token_id=-1", "mask_token_id=-1: outside"),
+    ("train", "drafter.block_size=1", "block_size=1"),
+    ("train", "+drafter.target_layer_ids=[0,4]", "4 is no decoder layer"),
+    ("train", "drafter.draft_vocab_size=301", "draft_vocab_size=301"),
+    ("train", "+head.block_size=5", "head.block_size=5, but the drafter has 4"),
+    ("train", "+head.hidden_size=33", "head.hidden_size=33, but the drafter has 32"),
+    ("train", "head._target_=torch.nn.Linear", "not a CorrectionHead"),
+    ("train", "drafter.init=nowhere", "checkpoint=nowhere: no config.json"),
+    ("train", "steps=0", "steps=0: must be at least 1"),
+    ("train", "batch_size=9", "8 rows are fewer than one step takes"),
+    ("train", "max_length=4", "no row has two supervised tokens within max_length"),
+    ("train", "precision=fp8", "precision='fp8'"),
+    ("train", "head=none", "objective"),
+    ("eval_tau", "+typo=1", "unknown key typo"),
+    ("eval_tau", "passes=-1", "passes=-1: give a number of Jacobi passes from 0 up"),
+    ("eval_tau", "passes=[0,-1]", "passes=-1"),
+    ("eval_tau", "passes=[1.5]", "passes=1.5"),
+    ("eval_tau", "checkpoint=nowhere", "checkpoint=.*nowhere: no config.json there"),
+    ("eval_tau", "checkpoint=nobody/none", "checkpoint=nobody/none: no such folder, and the hub cannot be read"),
+    ("eval_tau", "checkpoint={drafter}", "does not name its target; give target.name=<"),
+    ("eval_tau", "+target.typo=1", "unknown key target.typo"),
+    ("eval_tau", "target.name={qwen3}", "was trained for target .*llama"),
+    ("eval_tau", "max_new_tokens=1020", "prompt sample/.* exceed the target's context of 1024"),
+    ("eval_tau", "max_new_tokens=0", "max_new_tokens=0"),
+    ("eval_tau", "samples=0", "samples=0"),
+    ("eval_tau", "bench=gsm9k", "bench=gsm9k: unknown set"),
+    ("eval_tau", "protocol=public", "protocol=public: known are free, published"),
+    ("eval_tau", "temperature=-1", "temperature=-1"),
+    ("generate_data", "+typo=1", "unknown key typo"),
+    ("generate_data", "prompts=trian", "trian: unknown set"),
+    ("generate_data", "target.name={bare}", "no chat template"),
+    ("generate_data", "max_new_tokens=1020", "prompt train/.* exceed the target's context of 1024"),
+]
+
+
+@pytest.mark.parametrize("name, override, named", BAD, ids=[f"{name} {override}" for name, override, _ in BAD])
+def test_a_bad_setting_is_named(program, tmp_path, monkeypatch, name, override, named):
+    """By one readable error, before any work; and the output folder stays free for the next try."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises((ValueError, OSError), match=named):
+        program(name, override)
+    left = [path.name for path in (tmp_path / "out").glob("*")]
+    assert not left or name == "generate_data" and left == ["settings.json"]
+
+
+def test_a_published_protocol_cannot_be_changed_in_passing(program):
+    for override in ("max_new_tokens=8", "samples=2", "thinking=true", "temperature=0.5"):
+        rest = [o for o in ("samples=null", "max_new_tokens=null") if o.split("=")[0] != override.split("=")[0]]
+        with pytest.raises(ValueError, match=f"{override.replace('true', 'True')}: protocol=published"):
+            program("eval_tau", "protocol=published", *rest, override)
+
+
+def test_hydra_refuses_a_key_that_no_config_has():
+    for override in ("lr_typo=1", "drafter.typo=1"):
+        with pytest.raises(ConfigCompositionException, match=override.partition("=")[0]):
+            configured("train", override)
+
+
+def test_a_used_folder_needs_resume_and_a_finished_run_has_nothing_to_resume(program, toys):
+    with pytest.raises(ValueError, match="out=.*run: the folder is not empty; give another out=, or resume=true"):
+        program("train", "out=run")
+    with pytest.raises(ValueError, match="out=run: this run is finished, its checkpoint is in run/checkpoint"):
+        program("train", "out=run", "resume=true")
+
+
+def test_drafter_and_target_of_other_sizes_do_not_start(program, toys):
+    """A published drafter on a target with another depth: refused at the start of training and of evaluation."""
+    deep = save_model(toys.at / "deep", num_hidden_layers=5)
+    fresh = ("drafter.init={drafter}", "drafter.mask_token_id=null", "drafter.num_hidden_layers=null")
+    with pytest.raises(ValueError, match="num_target_layers=4, target .*deep has 5: they do not belong together"):
+        program("train", *fresh, f"target.name={deep}")
+    with pytest.raises(ValueError, match="num_target_layers=4, target .*deep has 5"):
+        program("eval_tau", "checkpoint={drafter}", f"target.name={deep}")
+    with pytest.raises(ValueError, match="drafter.block_size=8, but drafter.init=.* has 4; drop one of the two"):
+        program("train", *fresh, "target.name={qwen3}", "drafter.block_size=8")
+
+
+def test_every_shipped_set_is_known_to_the_scripts():
+    assert configured("eval_tau").bench in prompts.SETS and configured("generate_data").prompts in prompts.SETS
+    assert configured("eval_tau").bench != configured("generate_data").prompts  # trained on one, measured on another

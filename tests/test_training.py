@@ -1,0 +1,371 @@
+"""Training sees what decoding sees: the same logits, the same positions, the same documents, and a loss per token."""
+
+import math
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from toys import XPRESS, V, anchors_at, count_batch, make_rows, make_target, make_trainee, plain
+
+from xpress.anchors import PADDING, Batch, candidates, draw, lay_out
+from xpress.data import Row, collate
+from xpress.decode import generate
+from xpress.drafter import Context
+from xpress.features import FeatureSource
+from xpress.heads.base import corrected_logits
+from xpress.loss import Term, chunked_loss
+from xpress.refine import refine, sweep
+from xpress.target import Features
+from xpress.train import Run, TrainSettings, usable
+
+EXACT = dict(rtol=0, atol=1e-10)  # fp64, sums in another order
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """The toy target in fp64, so that equal means equal."""
+    return make_target(dtype=torch.float64)
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """What reaches the loss: a list of (rows, vocabulary), one a forward."""
+    seen = []
+
+    def spy(rows, vocabulary, mix, chunk):
+        seen.append((rows, vocabulary))
+        return chunked_loss(rows, vocabulary, mix, chunk)
+
+    monkeypatch.setattr("xpress.trainee.chunked_loss", spy)
+    return seen
+
+
+def logits_of(rows, vocabulary) -> torch.Tensor:
+    """[1 + F,n,V_draft]: the drafter's, then under each feed."""
+    base = rows.hidden @ vocabulary.lm_rows.T
+    return torch.stack([base, *(base + z @ vocabulary.readout.T for z in rows.latents)])
+
+
+def run_forward(trainee, target, batch, anchors):
+    """One forward on the real target's features, in its own dtype -> sums, weights, runs."""
+    reduced = trainee.drafter.draft_ids is not None
+    features, log_norm = FeatureSource(target, trainee.drafter.layer_ids, reduced, target.dtype)(batch)
+    return trainee(batch, anchors, features, log_norm, measure=True)
+
+
+# --- training and decoding are one ------------------------------------------------------------------------------------
+
+
+HEADS = ["refiner", "markov", "rnn", "domino"]
+CASES = [(head, layout, None) for head in HEADS for layout in ("infill", "next")]
+
+
+@pytest.mark.parametrize("head, layout, draft_ids", [*CASES, ("refiner", "next", tuple(range(0, V, 2)))])
+def test_train_logits_are_decode_logits(wide, losses, head, layout, draft_ids):
+    """Slot by slot: the drafter, the head under given tokens, each self-fed round; and the target that judges them."""
+    trainee = make_trainee(wide, head, layout=layout, draft_ids=draft_ids)
+    drafter, head, G = trainee.drafter, trainee.head, trainee.drafter.config.num_draft
+    x, places = [5, 6, 7, *plain(wide, [5, 6, 7], 20)], [4, 8, 11, 12]
+    batch = collate([Row("x", x[:3], x[3:])], 99)
+    run_forward(trainee, wide, batch, anchors_at(batch, places[:3], G))
+    trained = logits_of(*losses[0]).unflatten(1, (3, G))
+    judged = wide.lm_head(losses[0][0].last).unflatten(0, (3, G))
+
+    _, hidden = wide.prefill(x[:4], drafter.layer_ids)
+    drafter.reset()
+    for i, place in enumerate(places[:3]):
+        block = drafter.draft(Context(x[: place + 1], hidden))
+        labels = torch.tensor([x[place + 1 : place + 1 + G]])
+        base, state, prepared = block.base_logits(), None, head.prepare(block.hidden)
+        decoded = [base, base.new_empty(base.shape)]
+        for slot in range(drafter.layout.first_slot + G):
+            latent, state = head.step(prepared, block.prev_ids(labels)[:, slot], slot, state)
+            row = slot - drafter.layout.first_slot
+            if row >= 0:
+                decoded[1][:, row] = corrected_logits(base[:, row], latent, head.readout)
+        for passes in range(3):
+            latent = sweep(head, prepared, block, refine(head, block, passes).ids)
+            decoded.append(corrected_logits(base, latent, head.readout))
+        assert torch.allclose(trained[:, i], torch.cat(decoded), **EXACT)
+        assert torch.allclose(judged[i], wide.score(block.anchor, labels)[0, :G], **EXACT)
+        hidden = wide.keep(places[i + 1] - place)
+
+
+def test_terms_and_normaliser(wide, losses):
+    """Σ w·ℓ and Σ w of each term, self-fed rounds as their mean. A label outside a reduced vocabulary costs nothing,
+    its weight still counts, and the block goes on behind it."""
+    batch, terms = collate(make_rows(12), 99), [replace(term, loss={"ce": 1.0}) for term in XPRESS]
+    kept = batch.ids[0, [5, 7]].tolist()
+    draft_ids = sorted({1, 2, *kept} - {int(batch.ids[0, 6])})
+    trainee, anchors = make_trainee(wide, terms=terms, draft_ids=draft_ids), anchors_at(batch, [4], 3)
+    sums, weights, _ = run_forward(trainee, wide, batch, anchors)
+    none, gold, *own = -logits_of(*losses[0]).log_softmax(-1)[:, [0, 2], [draft_ids.index(i) for i in kept]]
+    w = torch.exp(-torch.arange(3).double() / 4)
+    wanted = torch.stack([gold, sum(own) / 3, none]) @ w[[0, 2]]
+    assert torch.allclose(sums, wanted, **EXACT)
+    assert torch.allclose(weights, w.sum().expand(3), **EXACT)
+    assert torch.equal(weights, trainee.weight_sums(anchors))
+
+
+def test_no_gradient_through_argmax(wide):
+    """The gradient of a self-fed term is that of feeding the same tokens as constants."""
+    trainee, batch = make_trainee(wide, terms=[Term("consistency", "self", rounds=2)]), collate(make_rows(12), 99)
+    free_run, fed = trainee._free_run, []
+
+    def gradient():
+        sums, _, _ = run_forward(trainee, wide, batch, anchors_at(batch, [4, 9], 3))
+        return [
+            g for g in torch.autograd.grad(sums.sum(), list(trainee.parameters()), allow_unused=True) if g is not None
+        ]
+
+    trainee._free_run = lambda *arguments: fed.append(free_run(*arguments)) or fed[0]
+    found = gradient()
+    constants = [ids.tolist() for ids in fed[0][0]]
+    trainee._free_run = lambda *arguments: ([torch.tensor(ids) for ids in constants], {})
+    assert found and all(torch.equal(a, b) for a, b in zip(found, gradient(), strict=True))
+    assert constants[0] != constants[1]  # the pass moves tokens
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["infill", "next"])
+def test_a_block_sees_only_what_lies_before_its_anchor(wide, losses, layout):
+    """Blocks that overlap do not see each other, and features at or after the anchor move nothing."""
+    trainee = make_trainee(wide, layout=layout)
+    G = trainee.drafter.config.num_draft
+    batch = collate(make_rows(21), 99)
+    features = wide.features(batch.ids, batch.positions, trainee.drafter.layer_ids)
+
+    def logits(places, at, moved=None):
+        hidden = features.hidden.clone()
+        if moved is not None:
+            hidden[:, moved] += torch.randn_like(hidden[:, moved])
+        trainee(batch, anchors_at(batch, places, G), replace(features, hidden=hidden), None)
+        return logits_of(*losses[-1]).unflatten(1, (len(places), G))[:, places.index(at)]
+
+    together = logits([4, 6, 7], 6)
+    assert torch.allclose(together, logits([6], 6), **EXACT)
+    assert torch.equal(together, logits([4, 6, 7], 6, slice(6, None)))
+    assert not torch.allclose(together, logits([4, 6, 7], 6, slice(5, 6)), atol=1e-3)  # the last one that it sees
+    assert not torch.allclose(logits([4, 6, 7], 7), logits([4, 6, 7], 7, slice(6, None)), atol=1e-3)
+
+
+@pytest.mark.parametrize("layout, wanted", [("infill", [6, 7, 8]), ("next", [6, 7, 8, 9])])
+def test_labels_and_judges_read_off_count_data(target, losses, layout, wanted):
+    """x[i] = i and target states that hold their own position: a shift by one can be seen by eye."""
+    trainee, batch = make_trainee(target, layout=layout), count_batch()
+    T, layers = batch.ids.shape[1], len(trainee.drafter.layer_ids)
+    states = torch.arange(T).float()[None, :, None].expand(1, T, target.hidden_size)
+    anchors = anchors_at(batch, [5], len(wanted))
+    trainee(batch, anchors, Features(states.repeat(1, 1, layers), states), None)
+    rows = losses[0][0]
+    assert rows.labels.tolist() == wanted == anchors.labels[0, 0].tolist()
+    assert rows.last[:, 0].tolist() == [i - 1 for i in wanted] == anchors.judge[0, 0].tolist()
+    assert (int(anchors.anchor_ids), int(anchors.before_ids), int(anchors.positions)) == (5, 4, 5)
+
+
+# --- anchors ----------------------------------------------------------------------------------------------------------
+
+seldom, often = st.sampled_from([False] * 5 + [True]), st.sampled_from([True] * 3 + [False])
+
+
+@settings(max_examples=60, deadline=None)
+@example([(False, i != 3) for i in range(8)], 0, 20, 0)  # a gap inside a block
+@given(
+    st.lists(st.tuples(seldom, often), min_size=2, max_size=16),
+    st.integers(0, 3),
+    st.integers(1, 20),
+    st.integers(0, 99),
+)
+def test_anchor_laws(marks, padding, num_anchors, seed):
+    """Candidates, draws without replacement, masks and tokens before, against their definitions."""
+    borders, supervised = zip(*marks)
+    T, own = len(marks) - min(padding, len(marks) - 2), torch.tensor(borders).cumsum(0)
+    own[T:] = PADDING
+    batch = replace(count_batch(len(marks), own.tolist()), supervised=torch.tensor([supervised]))
+    good = [i < T - 1 and own[i] == own[i + 1] and supervised[i] and supervised[i + 1] for i in range(len(marks))]
+    assert candidates(batch)[0].tolist() == good
+    index, valid = draw(batch, num_anchors, seed, 0)
+    places = index[valid].tolist()
+    assert places == sorted(set(places)) and len(places) == min(num_anchors, sum(good))
+    assert all(good[i] for i in places)
+    if not places:
+        return
+    anchors = lay_out(batch, index, valid, 3)
+    for a, place in enumerate(places):
+        inside = [i < T and own[i] == own[place] and supervised[i] for i in range(place + 1, place + 4)]
+        assert anchors.mask[0, a].tolist() == [all(inside[: k + 1]) for k in range(3)]
+        assert int(anchors.before_ids[0, a]) == (place - 1 if place and own[place - 1] == own[place] else place)
+
+
+def test_anchors_do_not_depend_on_the_batch():
+    """A row draws the same alone, beside others and in another order; another seed, epoch or row draws anew."""
+    rows = make_rows(30, 20, 25)
+
+    def drawn(rows, seed=0, epoch=0):
+        index, valid = draw(collate(rows, 99), 6, seed, epoch)
+        return {row.id: i[v].tolist() for row, i, v in zip(rows, index, valid)}
+
+    assert drawn(rows) == drawn(rows[::-1]) == {k: v for row in rows for k, v in drawn([row]).items()}
+    others = [drawn(rows, seed=1), drawn(rows, epoch=1), drawn([replace(rows[0], id="other")])]
+    assert all(list(other.values())[0] != drawn(rows)["row-0"] for other in others)
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+def packed(ids, supervised) -> Batch:
+    """Documents of 6 and 10 tokens in one row of 16."""
+    batch = count_batch(16, [0] * 6 + [1] * 10)
+    return replace(batch, ids=ids[None], supervised=torch.tensor([supervised]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_documents_never_mix(kind):
+    """In blocks, drafter and the real target's forward: document 2's loss does not know document 1, to the bit, and
+    the packed loss is the token-weighted loss of both alone."""
+    target = make_target(kind, dtype=torch.float64)
+    trainee = make_trainee(target)
+    ids = torch.randint(3, V - 1, (16,))
+
+    def forward(batch):
+        anchors = lay_out(batch, *draw(batch, 99, 0, 0), 3)  # every candidate
+        return anchors, *run_forward(trainee, target, batch, anchors)[:2]
+
+    batch = packed(ids, [True] * 16)
+    anchors, sums, weights = forward(batch)
+    label_at, block = (anchors.judge + 1)[anchors.mask], anchors.mask.nonzero()[:, 1]
+    assert torch.equal(batch.documents[0, label_at], batch.documents[0, anchors.index[0, block]])
+    alone = [
+        forward(Batch(part[None], torch.arange(n)[None], torch.zeros(1, n).long(), torch.ones(1, n).bool(), ["x"]))
+        for n, part in ((6, ids[:6]), (10, ids[6:]))
+    ]
+    assert torch.allclose(sums, alone[0][1] + alone[1][1], **EXACT)
+    assert torch.allclose(weights, alone[0][2] + alone[1][2], **EXACT)
+    second = [False] * 6 + [True] * 10
+    other = torch.cat([(ids[:6] + 7) % V, ids[6:]])
+    assert torch.equal(forward(packed(ids, second))[1], forward(packed(other, second))[1])
+
+
+# --- steps and runs ---------------------------------------------------------------------------------------------------
+
+
+def make_run(out, trainee, target, rows, **changes) -> Run:
+    options = {"steps": 6, "batch_size": 2, "num_anchors": 8, "lr": 1e-3, "train_drafter": trainee.train_drafter}
+    source = FeatureSource(target, trainee.drafter.layer_ids, False, target.dtype, keep=True)
+    return Run(out, trainee, rows, source, TrainSettings(**{**options, **changes}))
+
+
+@pytest.mark.parametrize("block_size, lengths, slots", [(2, (11, 3), [2, 10]), (5, (5, 3), [3, 10])])
+def test_accumulation_is_a_big_batch(tmp_path, wide, block_size, lengths, slots):
+    """Micro-batches with many and with few supervised slots: the gradient of one batch with both."""
+    found = []
+    for size in (2, 1):
+        options = {"batch_size": size, "accumulation": 2 // size, "num_anchors": 99, "clip": math.inf}
+        run = make_run(tmp_path, make_trainee(wide, block_size=block_size), wide, make_rows(*lengths), **options)
+        run.optimizer.step = run.optimizer.zero_grad = lambda: None
+        run.train_step()
+        found.append([weight.grad for weight in run.trainee.parameters()])
+    assert sorted(int(a.mask.sum()) for _, a in run.micro_batches(0)) == slots
+    assert all(torch.allclose(whole, parts, **EXACT) and whole.any() for whole, parts in zip(*found))
+
+
+def test_frozen_drafter_stays_as_it_is(tmp_path, target):
+    """No gradient, not a bit changed, weight decay or not; the head learns. Co-trained, both change."""
+    for train_drafter in (False, True):
+        trainee = make_trainee(target, train_drafter=train_drafter)
+        before = {name: weight.clone() for name, weight in trainee.named_parameters()}
+        run = make_run(tmp_path, trainee, target, make_rows(9, 9), weight_decay=0.1)
+        run.optimizer.zero_grad = lambda: None
+        for _ in range(2):
+            run.train_step()
+        for name, weight in trainee.named_parameters():
+            moves = train_drafter or name.startswith("head.")
+            assert (weight.grad is not None) == moves and torch.equal(weight, before[name]) != moves
+    assert not any(weight.requires_grad for weight in target.model.parameters())
+
+
+def test_resumed_run_is_the_straight_run(tmp_path, target):
+    """Six steps = three, a new process's objects, three more: weights and moments to the bit."""
+    rows = make_rows(9, 14, 7, 11, 9, 8)  # three steps an epoch, so the order of the second counts too
+
+    def run(folder, seed=1):
+        trainee = make_trainee(target, seed=seed, feature_scale=(2.0, 0.5))
+        return make_run(tmp_path / folder, trainee, target, rows, warmup=0.7)
+
+    straight, first, second = run("a"), run("b"), run("b", seed=7)
+    advance = lambda run, n: [run.train_step() for _ in range(n)][-1]["step"]  # noqa: E731
+    advance(straight, 6), advance(first, 3)
+    first.save_state({})
+    assert second.resume() == 3 and advance(second, 3) == 6
+    for (name, ours), theirs in zip(second.trainee.named_parameters(), straight.trainee.parameters()):
+        assert torch.equal(ours, theirs), name
+        moments = straight.optimizer.state[theirs]
+        assert moments and moments.keys() == second.optimizer.state[ours].keys()
+        assert all(torch.equal(moments[key], second.optimizer.state[ours][key]) for key in moments), name
+
+
+@pytest.mark.parametrize("layout", ["infill", "next"])
+def test_overfit_then_decode(tmp_path, wide, layout):
+    """Half trained and fully: decoding accepts just what training measures at the same anchors, and in the end tau
+    reaches what the training accuracy implies. A shift between the two would leave tau near 1."""
+    rows = [Row(f"row-{i}", [i, 9, 4], plain(wide, [i, 9, 4], 22)) for i in range(3, 11)]
+    terms = [replace(term, rounds=1, loss={"ce": 0.5, "l1": 0.5}) for term in XPRESS]  # learns by heart sooner
+    trainee = make_trainee(wide, terms=terms, layout=layout, chunk=128, layers=1, std=0.05)
+    run = make_run(tmp_path, trainee, wide, rows, steps=100, batch_size=8, lr=1e-2, num_anchors=20)
+    G = trainee.drafter.config.num_draft
+
+    def decoded(row, passes, name) -> list[int]:
+        answer = generate(wide, row.prompt_ids, trainee.drafter, trainee.head, passes, max_new_tokens=16)
+        accepted, batch = [r.num_accepted for r in answer.rounds], collate([row], 99)
+        places = list(accumulate((len(r.tokens) for r in answer.rounds), initial=len(row.prompt_ids)))[:-1]
+        runs = run_forward(trainee, wide, batch, anchors_at(batch, places, G))[2]
+        assert runs[name] == (sum(accepted), len(accepted))
+        return accepted
+
+    for until, low, high in ((20, 1.2, 1 + 0.7 * G), (100, 1 + 0.9 * G, 1 + G)):
+        while run.step < until:
+            facts = run.train_step(measure=run.step == 99)
+        for passes, name in ((0, "drafter"), (2, "head")):
+            accepted = [n for row in rows for n in decoded(row, passes, name)]
+            tau = 1 + sum(accepted) / len(accepted)
+            assert low < tau <= high  # half trained it is neither nothing nor all
+    assert facts["tau/head"] > low and tau >= facts["tau/head"] - 0.1  # blocks cut by the answer's end count less
+
+
+def test_rows_without_anchor_are_dropped(tmp_path):
+    """Answers of one token, or cut away by the length limit; nothing left is an error, not a NaN."""
+    limit = TrainSettings(steps=1, max_length=8)
+    short, good, cut = *make_rows(1, 6), replace(make_rows(6, prompt=7)[0], id="cut")
+    assert usable([short, good, cut], limit) == [good]
+    with pytest.raises(ValueError, match="no row has two supervised tokens within max_length"):
+        usable([short, cut], limit)
+
+
+def test_a_batch_without_blocks_weighs_nothing(target):
+    """All invalid: sums and weights are zero, so is every gradient, nothing is NaN."""
+    trainee, batch = make_trainee(target), collate(make_rows(8), 99)
+    anchors = anchors_at(batch, [4], 3)
+    anchors = replace(anchors, valid=~anchors.valid, mask=torch.zeros_like(anchors.mask))
+    sums, weights, _ = run_forward(trainee, target, batch, anchors)
+    sums.sum().backward()
+    assert sums.tolist() == weights.tolist() == [0.0] * 3
+    assert all(w.grad is None or not w.grad.any() for w in trainee.parameters())
+
+
+def test_loss_that_is_not_finite_stops_the_run(tmp_path, target):
+    """The message names the step, the terms concerned and the rows; the weights stay those of the step before."""
+    trainee = make_trainee(target)
+    run = make_run(tmp_path, trainee, target, make_rows(9, 9))
+    run.train_step()
+    with torch.no_grad():
+        trainee.head.mlp_up.weight[0, 0] = float("nan")
+    before = trainee.drafter.fc.weight.clone()
+    with pytest.raises(FloatingPointError, match="step 2: refined, consistency is not finite.*row-") as caught:
+        run.train_step()
+    assert "anchor" not in str(caught.value) and all(f"row-{i}" in str(caught.value) for i in range(2))
+    assert torch.equal(trainee.drafter.fc.weight, before) and run.step == 1
