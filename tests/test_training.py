@@ -108,6 +108,8 @@ def test_terms_and_normaliser(wide, losses):
     assert torch.allclose(sums, wanted, **EXACT)
     assert torch.allclose(weights, w.sum().expand(3), **EXACT)
     assert torch.equal(weights, trainee.weight_sums(anchors))
+    rows = losses[0][0]
+    assert torch.allclose(rows.log_norm.double(), wide.lm_head(rows.last).logsumexp(-1), rtol=1e-6)  # kept in fp32
 
 
 def test_no_gradient_through_argmax(wide):
