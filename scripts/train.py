@@ -10,7 +10,7 @@ import sys
 import hydra
 from tqdm import tqdm
 
-from xpress import build
+from xpress import build, report
 
 
 def tracker(raw, out):
@@ -33,7 +33,8 @@ def main(cfg):
     trainable = sum(p.numel() for p in run.trainee.parameters() if p.requires_grad)
     tokens = provenance["data"]["response_tokens"]
     print(f"{len(run.rows)} rows, {tokens} response tokens, {trainable / 1e6:.2f} M parameters to train")
-    print("  ".join(f"{key}={value}" for key, value in provenance["recipe"].items()))
+    chosen = {"target": cfg.target.name, "drafter": dict(cfg.drafter), "head": dict(cfg.head), "data": cfg.data.path}
+    report.print_protocol({**chosen, **provenance["recipe"], **provenance["versions"]})
     wandb_run = tracker(cfg, run.out)
     bar = tqdm(total=run.settings.steps, initial=run.step, unit="step", mininterval=2.0, dynamic_ncols=True)
 

@@ -40,8 +40,8 @@ class Term:
             raise ValueError(f"objective term {self.name}: feed={self.feed!r}, known feeds are {', '.join(FEEDS)}")
         if set(self.loss) - {"ce", "l1"}:
             raise ValueError(f"objective term {self.name}: loss={dict(self.loss)}, known token losses are ce and l1")
-        if self.rounds < 1:
-            raise ValueError(f"objective term {self.name}: rounds={self.rounds}, must be at least 1")
+        if self.rounds < 1 or (self.rounds > 1 and self.feed != "self"):
+            raise ValueError(f"objective term {self.name}: rounds={self.rounds}; 1, or more where feed=self")
         if self.rounds > 1 and self.feed != "self":
             raise ValueError(f"objective term {self.name}: rounds={self.rounds}, only feed self has more than one")
         if not 0 < self.over <= 1:
@@ -133,6 +133,8 @@ class ChunkedLoss(torch.autograd.Function):
         for part in _chunks(len(hidden), chunk):
             label, inside, p, tensors = _logits(hidden, latents, readout, rows, vocabulary, part)
             for i, z in enumerate(tensors):
+                if not any(mix[i]):  # no term reads this tensor
+                    continue
                 ce, l1 = (m * rows.weights[i, part] for m in mix[i])
                 sums[i] += token_loss(z, label, inside, p, ce.to(z.dtype), l1.to(z.dtype), None)
         return sums
@@ -149,17 +151,19 @@ class ChunkedLoss(torch.autograd.Function):
             label, inside, p, tensors = _logits(hidden, latents, readout, rows, vocabulary, part)
             d_base = None
             for i, z in enumerate(tensors):
+                if not any(mix[i]) or not (need_hidden or i):
+                    continue
                 ce, l1 = (m * rows.weights[i, part] for m in mix[i])
                 dz = token_loss(z, label, inside, p, ce.to(z.dtype), l1.to(z.dtype), grad[i])
                 if i:
-                    z_i = latents[i - 1, part]
+                    dz_readout = dz.to(readout.dtype)
                     if need_latents:
-                        d_latents[i - 1, part] = (dz.to(readout.dtype) @ readout).to(latents.dtype)
+                        d_latents[i - 1, part] = (dz_readout @ readout).to(latents.dtype)
                     if need_readout:
-                        d_readout += (dz.to(z_i.dtype).T @ z_i).to(d_readout.dtype)
+                        d_readout += (dz_readout.T @ latents[i - 1, part].to(readout.dtype)).to(d_readout.dtype)
                 if need_hidden:
                     d_base = dz if d_base is None else d_base.add_(dz)
-            if need_hidden:
+            if d_base is not None:
                 d_hidden[part] = (d_base.to(vocabulary.lm_rows.dtype) @ vocabulary.lm_rows).to(hidden.dtype)
         d_readout = d_readout.to(readout.dtype) if need_readout else None
         return d_hidden, d_latents, d_readout, None, None, None, None

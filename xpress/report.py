@@ -42,7 +42,7 @@ def print_report(result: dict, console: Console | None = None):
             f"{number(row['tau'])} {interval(row['tau_interval'])}",
             number(row["tau_macro"]),
             number(row["tokens_per_round"]),
-            number(row["passes_used"]),
+            number(row["passes_used"] if row["passes"] is not None else None),
             number(row["tokens_per_second"], 1),
             number(row["speedup"]),
             verdict + (f" ({ties} ties)" if ties else ""),

@@ -67,16 +67,18 @@ class Trainee(nn.Module):
     @torch.no_grad()
     def _free_run(self, block, labels, mask, rounds: int, measure: bool):
         """What decoding would feed: drafts after 0, 1, … passes [N,G], a few blocks at a time, without gradient."""
-        passes = max(rounds, 2 if self.head is not None else 1) if measure else rounds
-        if not passes:
+        count = rounds  # drafts to make; to measure the head, one pass more than it is fed, and two at least
+        if measure:
+            count = 1 if self.head is None else max(rounds + 1, 3)
+        if not count:
             return [], {}
         size = max(1, self.chunk // block.num_draft)
         parts = []
         for i in range(0, max(len(block), 1), size):  # no block still makes drafts [0,G]
             trace = jacobi(self.head, block[i : i + size])
-            parts.append([next(trace) for _ in range(passes + 1 if self.head is not None and measure else passes)])
+            parts.append([next(trace) for _ in range(count)])
         fed = [torch.cat(drafts) for drafts in zip(*parts)]
-        if not measure or not fed:
+        if not measure:
             return fed, {}
         runs = {"drafter": leading_run((fed[0] == labels) & mask)}
         if self.head is not None:
