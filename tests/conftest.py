@@ -7,6 +7,7 @@ from toys import make_target
 
 @pytest.fixture(autouse=True)
 def _threads_and_seed():
+    torch.set_num_threads(1)  # toy tensors: a second thread only waits, for long where cores are shared
     torch.manual_seed(0)
 
 
