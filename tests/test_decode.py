@@ -16,7 +16,7 @@ from toys import make_target as target_of
 
 from xpress.block import LAYOUTS
 from xpress.decode import Response, decode, generate
-from xpress.evaluate import Method, Result, first_difference
+from xpress.evaluate import Method, Result, first_difference, spacing
 from xpress.heads import MarkovHead, Refiner
 from xpress.metrics import Counts, accept_at, histogram, tau, tokens_per_round
 from xpress.target import Target, roll_back
@@ -284,6 +284,12 @@ def test_an_exact_tie_goes_to_the_lower_id_on_both_paths(step):
         assert watch(target, PROMPTS[2], drafter, max_new_tokens=24).ids == expected
 
 
+@pytest.mark.parametrize("value, steps", [(1.0, 1), (1.99, 1), (2.0, 2), (-7.9, 4), (8.0, 8)])
+def test_spacing_is_the_distance_to_the_next_number(value, steps):
+    """bf16 keeps 7 bits behind the leading one."""
+    assert spacing(value, torch.bfloat16) == steps * 2**-7
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_difference_is_judged_by_the_gap_where_it_starts(dtype):
     """Two equal rows are a tie; elsewhere the first two logits decide, against 1e-3 in fp32 and 4 steps in bf16."""
@@ -295,9 +301,9 @@ def test_a_difference_is_judged_by_the_gap_where_it_starts(dtype):
         with torch.no_grad():
             logits = target.model(input_ids=torch.tensor([prompt + ids[:at]]), use_cache=False).logits[0, -1].float()
         top, second = logits.topk(2).values.tolist()
-        limit = 1e-3 if dtype == torch.float32 else 4 * 2**-7 * top
+        limit = 1e-3 if dtype == torch.float32 else 4 * spacing(top, dtype)
         assert found["at"] == at and found["tie"] == (found["gap"] <= found["limit"])
-        assert found["limit"] == pytest.approx(limit, rel=2**-6)  # the logit itself, to a bf16 step or two
+        assert limit / 2 <= found["limit"] <= limit * 2  # the logit itself, to a bf16 step at a power of two
         assert found["gap"] == pytest.approx(top - second, abs=limit)  # kernels of other shapes
         assert found["gap"] < 1e-4 if token == lower else True  # equal rows, to summation order
         verdicts[token] = found["tie"]

@@ -71,6 +71,12 @@ def find(path: str | None) -> str | None:
     return path
 
 
+def from_anywhere(path: str) -> str:
+    """A folder that only the present working folder finds as an absolute path; all else as it was given."""
+    local = Path(path).expanduser()
+    return str(local.resolve()) if local.exists() and not any((root / path).exists() for root in (REPO, HOME)) else path
+
+
 def run_folder(out: str, resume: bool = False) -> Path:
     """The folder of this run, claimed: refused where it is not empty and resume was not asked for. A sweep's jobs get
     one each."""
@@ -119,7 +125,7 @@ def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -
             have = getattr(found.drafter.config, key)
             if wanted is not None and (list(have) if isinstance(have, tuple) else have) != wanted:
                 raise ValueError(f"drafter.{key}={wanted}, but drafter.init={init} has {have}; drop one of the two")
-        origin = {"path": str(init), "sha256": file_hash(found.path / checkpoint.WEIGHTS)}
+        origin = {"path": from_anywhere(init), "sha256": file_hash(found.path / checkpoint.WEIGHTS)}
         return found.drafter, origin
     config = DrafterConfig.for_target(target, **section)
     if vocab is not None:
@@ -200,7 +206,7 @@ def training(cfg: DictConfig) -> tuple[Run, dict]:
         source = FeatureSource(target, drafter.layer_ids, drafter.draft_ids is not None, keep=settings.keep_features)
         run = Run(out, trainee, rows, source, settings)
         provenance = {
-            "target": {"name": raw["target"]["name"], "fingerprint": target.fingerprint()},
+            "target": {"name": from_anywhere(raw["target"]["name"]), "fingerprint": target.fingerprint()},
             "template": prompts.template_facts(target.tokenizer, raw["thinking"]),
             "data": {"path": str(raw["data"]["path"]), **data.data_facts(rows)},
             "recipe": {key: raw[key] for key in sorted(fields & raw.keys())} | {"objective": raw["objective"]},

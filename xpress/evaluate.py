@@ -6,6 +6,7 @@ where the target's two best logits lie closer than rounding can tell apart, and 
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -135,10 +136,15 @@ def first_difference(target, prompt: list[int], plain: list[int], other: list[in
     context = [*prompt, *plain[:at]]
     logits, _ = target.prefill(context)
     best = at_least_fp32(logits).topk(2).values
-    gap, step = float(best[0] - best[1]), torch.finfo(target.dtype).eps * abs(float(best[0]))
-    limit = TIE_FP32 if target.dtype in (torch.float32, torch.float64) else 4 * step
+    gap = float(best[0] - best[1])
+    limit = TIE_FP32 if target.dtype in (torch.float32, torch.float64) else 4 * spacing(float(best[0]), target.dtype)
     same_length = at < min(len(plain), len(other))
     return {"at": at, "gap": gap, "limit": limit, "tie": same_length and gap <= limit}
+
+
+def spacing(value: float, dtype: torch.dtype) -> float:
+    """Distance from `value` to the next number that `dtype` holds."""
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(value), 1e-30)))
 
 
 def check_template(target, provenance: dict, thinking: bool) -> None:
