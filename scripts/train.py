@@ -15,11 +15,11 @@ from xpress import build, report
 
 def tracker(raw, out):
     """wandb where it was asked for, else nothing."""
-    if raw.wandb is False or raw.wandb == "false":
+    if raw.wandb is False:
         return None
     import wandb
 
-    mode = os.environ.get("WANDB_MODE", raw.wandb if raw.wandb in ("offline", "online") else "offline")
+    mode = os.environ.get("WANDB_MODE", raw.wandb)
     config = build.OmegaConf.to_container(raw, resolve=True)
     return wandb.init(project="xpress", dir=str(out), mode=mode, config=config)
 
@@ -27,6 +27,8 @@ def tracker(raw, out):
 @hydra.main(version_base=None, config_path="../configs", config_name="train")
 def main(cfg):
     try:
+        if cfg.wandb not in (False, "offline", "online"):
+            raise ValueError(f"wandb={cfg.wandb}: known are false, offline and online")
         run, provenance = build.training(cfg)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

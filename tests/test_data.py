@@ -8,7 +8,7 @@ from toys import ToyTokenizer, V, make_target, plain
 
 from xpress import data
 from xpress.anchors import PADDING
-from xpress.data import Row, collate, frequent_ids, generate_data, load_rows, row_id, shards
+from xpress.data import Row, check_made_for, collate, frequent_ids, generate_data, load_rows, row_id, shards
 from xpress.prompts import Prompt, render, stop_ids, user
 
 TEXTS = [
@@ -237,3 +237,15 @@ def test_frequent_ids_are_ascending_with_ties_to_the_lower_id():
     for size in (0, 13):
         with pytest.raises(ValueError, match=f"draft_vocab_size={size}: must lie between 1 and .*12"):
             frequent_ids(rows, size, 12)
+
+
+def test_rows_of_another_target_or_template_are_refused(tmp_path):
+    """Answers of other weights are no answers of this target; rows from elsewhere say nothing of how they were made."""
+    target = make_target()
+    check_made_for(tmp_path, target, False)
+    generate_data(target, PROMPTS[:1], tmp_path, max_new_tokens=2)
+    check_made_for(tmp_path, target, False)
+    with pytest.raises(ValueError, match="data.path=.*weights are not those of"):
+        check_made_for(tmp_path, make_target(seed=1), False)
+    with pytest.raises(ValueError, match="data.path=.*template or thinking flag"):
+        check_made_for(tmp_path, target, True)

@@ -64,8 +64,10 @@ def ran(commands, toys):
     """Every real command, run once, two or three at a time. Relative paths are those of the caller's folder."""
     generate = ("generate_data.py", f"target.name={toys.llama}", "prompts=train", "samples=8", "max_new_tokens=12")
     data, lost = commands.together((*generate, "out=rows", "batch_size=4"), ("eval_tau.py", "checkpoint=nowhere"))
+    loose = "".join(path.read_text() for path in sorted((toys.at / "rows").glob("shard-*.jsonl")))
+    (toys.at / "loose.jsonl").write_text(loose)  # rows from elsewhere: they do not say which target made them
     qwen3 = ("+exp=qwen3_8b", "target.name=qwen3", "target.dtype=float32", "drafter.init=z-lab")
-    small = ("data.path=rows", "steps=2", "precision=no", "accumulation=1", "num_anchors=8", "max_length=512")
+    small = ("data.path=loose.jsonl", "steps=2", "precision=no", "accumulation=1", "num_anchors=8", "max_length=512")
     toy = ("train.py", *TOY, f"target.name={toys.llama}", f"data.path={toys.at / 'rows'}")
     train, published = commands.together(
         ("train.py", *TOY, "target.name=llama", "data.path=rows", "out=run"),
@@ -207,6 +209,7 @@ BAD = [
     ("train", "+head.typo=1", "Refiner.*typo"),
     ("train", "objective.terms=[{{name: a, feed: gold, wheight: 1}}]", "unknown key objective.terms.wheight"),
     ("train", "data.path=nowhere", "data.path=nowhere: no rows there"),
+    ("train", "target.name={qwen3}", "data.path=rows: the rows are answers of .*llama"),
     ("train", "target.name=nowhere", "target=nowhere: no such folder"),
     ("train", "target.name={bare}", "no chat template"),
     ("train", "drafter.mask_token_id=null", "drafter.mask_token_id="),
@@ -281,11 +284,11 @@ def test_drafter_and_target_of_other_sizes_do_not_start(program, toys):
     deep = save_model(toys.at / "deep", num_hidden_layers=5)
     fresh = ("drafter.init={drafter}", "drafter.mask_token_id=null", "drafter.num_hidden_layers=null")
     with pytest.raises(ValueError, match="num_target_layers=4, target .*deep has 5: they do not belong together"):
-        program("train", *fresh, f"target.name={deep}")
+        program("train", *fresh, f"target.name={deep}", "data.path=loose.jsonl")
     with pytest.raises(ValueError, match="num_target_layers=4, target .*deep has 5"):
         program("eval_tau", "checkpoint={drafter}", f"target.name={deep}")
     with pytest.raises(ValueError, match="drafter.block_size=8, but drafter.init=.* has 4; drop one of the two"):
-        program("train", *fresh, "target.name={qwen3}", "drafter.block_size=8")
+        program("train", *fresh, "target.name={qwen3}", "drafter.block_size=8", "data.path=loose.jsonl")
 
 
 def test_every_shipped_set_is_known_to_the_scripts():

@@ -198,6 +198,7 @@ def training(cfg: DictConfig) -> tuple[Run, dict]:
         path = find(raw["data"]["path"])
         limit = raw["data"].get("limit")
         rows = data.load_rows(path, target.tokenizer, raw["thinking"], limit, target.vocab_size)
+        data.check_made_for(path, target, raw["thinking"])
         rows = usable(rows, settings)
         drafter, origin = make_drafter(raw["drafter"], target, rows, settings)
         torch.manual_seed(settings.seed + 1)

@@ -205,6 +205,21 @@ def load_rows(
     return rows
 
 
+def check_made_for(path: str | Path, target, thinking: bool):
+    """Raises ValueError where generate_data wrote these rows for another target or under another template."""
+    file = Path(path).expanduser() / SETTINGS
+    if not file.exists():
+        return  # rows from elsewhere say nothing of how they were made
+    made = json.loads(file.read_text())
+    if made["target"]["fingerprint"] != target.fingerprint():
+        raise ValueError(
+            f"data.path={path}: the rows are answers of {made['target']['name']}, whose weights are not those of "
+            f"target {target.name}; generate this target's own"
+        )
+    if made["template"] != template_facts(target.tokenizer, thinking):
+        raise ValueError(f"data.path={path}: the rows were rendered under another chat template or thinking flag")
+
+
 def data_facts(rows: list[Row]) -> dict:
     """Counts and a hash of the ids, for the provenance."""
     digest = hashlib.sha256()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from xpress.sampling import at_least_fp32
 
@@ -58,6 +58,8 @@ class Target:
     @classmethod
     def from_pretrained(cls, name: str, dtype: str | torch.dtype = "float32", device: str = "cpu", revision=None):
         """`name` is a local folder or a hub id. Raises OSError naming `target` where neither can be read."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # early 5.x: they drag in accelerate and triton
+
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         try:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, revision=revision)
