@@ -1,6 +1,8 @@
 """Training sees what decoding sees: the same logits, the same positions, the same documents, and a loss per token."""
 
 import math
+import os
+import signal
 from dataclasses import replace
 from itertools import accumulate
 
@@ -309,6 +311,35 @@ def test_resumed_run_is_the_straight_run(tmp_path, target):
         moments = straight.optimizer.state[theirs]
         assert moments and moments.keys() == second.optimizer.state[ours].keys()
         assert all(torch.equal(moments[key], second.optimizer.state[ours][key]) for key in moments), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_step_and_can_be_resumed(tmp_path, target, number):
+    """Ctrl-C or SIGTERM in the middle of a step: the step is finished, its state saved, and the rest is as if nothing
+    had happened; the handlers are those from before."""
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    make = lambda folder: make_run(tmp_path / folder, make_trainee(target), target, make_rows(9, 14, 7, 11))  # noqa: E731
+    straight, cut = make("a"), make("b")
+    straight.fit({})
+    step, batches = cut.micro_batches, []
+
+    def interrupted(n):
+        batches.append(n)
+        if n == 2:
+            os.kill(os.getpid(), number)
+        return step(n)
+
+    cut.micro_batches = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        cut.fit({})
+    assert batches == [0, 1, 2] and cut.step == 3 and not (tmp_path / "b" / "checkpoint").exists()
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    again = make("b")
+    assert again.resume() == 3
+    again.fit({})
+    assert not list((tmp_path / "b").glob("step-*")) and (tmp_path / "b" / "checkpoint").exists()
+    for ours, theirs in zip(again.trainee.parameters(), straight.trainee.parameters()):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("layout", ["infill", "next"])

@@ -158,6 +158,7 @@ class Run:
 
         Ctrl-C or SIGTERM ends the step, saves its state, and then raises KeyboardInterrupt.
         """
+        self.out.mkdir(parents=True, exist_ok=True)
         started, log, facts = time.perf_counter(), self.out / "metrics.jsonl", {}
         self.module.train()
         with interrupts() as asked:
