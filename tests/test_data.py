@@ -249,3 +249,27 @@ def test_rows_of_another_target_or_template_are_refused(tmp_path):
         check_made_for(tmp_path, make_target(seed=1), False)
     with pytest.raises(ValueError, match="data.path=.*template or thinking flag"):
         check_made_for(tmp_path, target, True)
+
+
+def test_empty_answers_cost_no_other_row(tmp_path, monkeypatch):
+    """A prompt whose answer is empty is asked again on resume, and the shard that it once opened keeps its rows."""
+    target, empty = make_target(), [True]
+    true_answers = data._answer
+
+    def answers(target, prompts, *rest):
+        found = true_answers(target, prompts, *rest)
+        return [[], *found[1:]] if empty[0] else found
+
+    monkeypatch.setattr(data, "_answer", answers)
+    settings = {"max_new_tokens": 3, "batch_size": 3}
+    assert generate_data(target, PROMPTS, tmp_path, **settings)["empty"] == 2
+    before = read(tmp_path)
+    assert len(before) == len(PROMPTS) - 2
+    assert generate_data(target, PROMPTS, tmp_path, **settings)["empty"] == 1  # a batch of two: one empty again
+    assert before.items() <= read(tmp_path).items()
+    empty[0] = False
+    generate_data(target, PROMPTS, tmp_path, **settings)
+    assert before.items() <= read(tmp_path).items() and len(load_rows(tmp_path)) == len(PROMPTS)
+    monkeypatch.setattr(data, "_answer", lambda target, prompts, *rest: [[]] * len(prompts))
+    for _ in range(2):
+        assert generate_data(target, PROMPTS, tmp_path / "none", **settings)["empty"] == len(PROMPTS)

@@ -108,7 +108,8 @@ def generate_data(
                     "finish": "stop" if stopped else "length",
                 }
             )
-        write_text(out / f"shard-{part[0]}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        if rows:  # named by a row that it holds: that prompt is done, so no later shard can take the name
+            write_text(out / f"shard-{rows[0]['id']}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         counts["rows"] += len(part)
         progress(counts["rows"], total)
     return counts
@@ -128,7 +129,6 @@ def _answer(target, prompts: list[list[int]], max_new_tokens, temperature, top_p
         do_sample=temperature > 0,
         eos_token_id=list(stops) or None,
         pad_token_id=pad,
-        repetition_penalty=1.0,  # nothing of the model's own generation config may bend the distribution
         **sampled,
     )
     model, own = target.model, target.model.generation_config
@@ -181,8 +181,6 @@ def load_rows(
         raise FileNotFoundError(f"data.path={path}: no rows there; make them with scripts/generate_data.py")
     rows = []
     for file in files:
-        if file.stat().st_size == 0:
-            continue  # a batch whose answers were all empty
         for number, raw in enumerate(read_jsonl(file), 1):
             prompt_ids, response_ids = raw.get("prompt_ids"), raw.get("response_ids")
             if prompt_ids is None and isinstance(raw.get("prompt"), str) and tokenizer is not None:
