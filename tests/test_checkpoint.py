@@ -254,7 +254,7 @@ def test_a_head_in_a_file_of_ones_own_trains_saves_and_loads(target, tmp_path, m
     before = {key: weight.clone() for key, weight in head.state_dict().items()}
     rows = [Row(f"r{i}", PROMPT, plain(target, [*PROMPT, i], 12)) for i in (3, 4)]
     trainee = Trainee(drafter, head, [Term("refined", "gold"), Term("own", "self", rounds=2)])
-    settings = TrainSettings(steps=1, batch_size=2, num_anchors=4, log_every=1)
+    settings = TrainSettings(steps=1, batch_size=2, max_anchors=4, log_every=1)
     run = Run(tmp_path / "run", trainee, rows, FeatureSource(target, drafter.layer_ids, reduced=False), settings)
     run.out.mkdir()
     run.fit({"target": {"fingerprint": target.fingerprint()}})

@@ -11,12 +11,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, and on one floor from left to right: a file imports from what stands before it.
 FLOORS = [
     ["block", "sampling", "files", "kernels.readout_argmax", "kernels.refiner_latent", "kernels.graphs", "kernels"],
-    ["target", "drafter_config", "drafter", "deer"]
+    ["target", "drafter_config", "attention", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["refine", "verify"],
     ["decode", "anchors", "loss"],
-    ["metrics", "prompts", "data", "checkpoint", "interop", "evaluate", "report", "features", "trainee", "train"],
-    ["build", "replay", "serve", ""],  # "" is the package's own __init__
+    ["metrics", "prompts", "data", "generate", "checkpoint", "interop", "evaluate", "report", "curves", "track"]
+    + ["features", "trainee", "plan", "train"],
+    ["parts", "build", "replay", "serve", ""],  # "" is the package's own __init__
 ]
 ORDER = {name: place for place, name in enumerate(name for floor in FLOORS for name in floor)}
 FILES = sorted((ROOT / "xpress").rglob("*.py"))

@@ -10,7 +10,7 @@ import pytest
 from disk import published_drafter, save_model
 from hydra import compose, initialize_config_dir
 
-from xpress import build
+from xpress import build, evaluate, parts
 from xpress.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +56,7 @@ def toy_overrides(program: str, words: list[str]) -> list[str]:
         return [*short, "data_dir=prompts", "device=cpu", "dtype=float32"]
     fresh = ["drafter.mask_token_id=299", "drafter.target_layer_ids=[0,2]", "drafter.draft_vocab_size=200"]
     shape = ["drafter.init=zlab"] if "+exp=qwen3_8b" in words else fresh
-    short = ["steps=2", "batch_size=2", "accumulation=1", "num_anchors=2", "precision=no", "log_every=1"]
+    short = ["steps=2", "batch_size=2", "accumulation=1", "max_anchors=2", "precision=no", "log_every=1"]
     return ["target.name=target", "target.dtype=float32", "data.path=outputs/responses", *shape, *short]
 
 
@@ -64,7 +64,7 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
     """In order, since later commands read what earlier ones wrote."""
     monkeypatch.chdir(world)
     monkeypatch.syspath_prepend(str(world))
-    monkeypatch.setattr(build, "REPO", world)
+    monkeypatch.setattr(parts, "REPO", world)
     ran = []
     for line in COMMANDS:
         words = [w for w in shlex.split(line) if w not in ("python", "accelerate", "launch", "--multirun")]
@@ -82,7 +82,7 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
         elif program == "eval_tau":
             cfg.checkpoint = cfg.checkpoint if Path(cfg.checkpoint).exists() else "outputs/my_run"
             if cfg.protocol == "published":
-                assert build.settle_protocol(build.plain(cfg, build.EVAL_KEYS))["max_new_tokens"] == 2048
+                assert evaluate.settle_protocol(build.plain(cfg, build.EVAL_KEYS))["max_new_tokens"] == 2048
                 continue
             reports = build.evaluation(cfg, lambda *_: None)
             assert all(row["lossless"] for report in reports for row in report["methods"])

@@ -67,7 +67,7 @@ def ran(commands, toys):
     loose = "".join(path.read_text() for path in sorted((toys.at / "rows").glob("shard-*.jsonl")))
     (toys.at / "loose.jsonl").write_text(loose)  # rows from elsewhere: they do not say which target made them
     qwen3 = ("+exp=qwen3_8b", "target.name=qwen3", "target.dtype=float32", "drafter.init=z-lab")
-    small = ("data.path=loose.jsonl", "steps=2", "precision=no", "accumulation=1", "num_anchors=8", "max_length=512")
+    small = ("data.path=loose.jsonl", "steps=2", "precision=no", "accumulation=1", "max_anchors=8", "max_length=512")
     toy = ("train.py", *TOY, f"target.name={toys.llama}", f"data.path={toys.at / 'rows'}")
     train, published = commands.together(
         ("train.py", *TOY, "target.name=llama", "data.path=rows", "out=run"),

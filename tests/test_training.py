@@ -185,7 +185,7 @@ seldom, often = st.sampled_from([False] * 5 + [True]), st.sampled_from([True] * 
     st.integers(1, 20),
     st.integers(0, 99),
 )
-def test_anchor_laws(marks, padding, num_anchors, seed):
+def test_anchor_laws(marks, padding, max_anchors, seed):
     """Candidates, draws without replacement, masks and tokens before, against their definitions."""
     borders, supervised = zip(*marks)
     T, own = len(marks) - min(padding, len(marks) - 2), torch.tensor(borders).cumsum(0)
@@ -193,9 +193,9 @@ def test_anchor_laws(marks, padding, num_anchors, seed):
     batch = replace(count_batch(len(marks), own.tolist()), supervised=torch.tensor([supervised]))
     good = [i < T - 1 and own[i] == own[i + 1] and supervised[i] and supervised[i + 1] for i in range(len(marks))]
     assert candidates(batch)[0].tolist() == good
-    index, valid = draw(batch, num_anchors, seed, 0)
+    index, valid = draw(batch, max_anchors, seed, 0)
     places = index[valid].tolist()
-    assert places == sorted(set(places)) and len(places) == min(num_anchors, sum(good))
+    assert places == sorted(set(places)) and len(places) == min(max_anchors, sum(good))
     assert all(good[i] for i in places)
     if not places:
         return
@@ -259,7 +259,7 @@ def test_documents_never_mix(kind):
 
 
 def make_run(out, trainee, target, rows, **changes) -> Run:
-    options = {"steps": 6, "batch_size": 2, "num_anchors": 8, "lr": 1e-3, "train_drafter": trainee.train_drafter}
+    options = {"steps": 6, "batch_size": 2, "max_anchors": 8, "lr": 1e-3, "train_drafter": trainee.train_drafter}
     source = FeatureSource(target, trainee.drafter.layer_ids, False, target.dtype, keep=True)
     return Run(out, trainee, rows, source, TrainSettings(**{**options, **changes}))
 
@@ -269,7 +269,7 @@ def test_accumulation_is_a_big_batch(tmp_path, wide, block_size, lengths, slots)
     """Micro-batches with many and with few supervised slots: the gradient of one batch with both."""
     found = []
     for size in (2, 1):
-        options = {"batch_size": size, "accumulation": 2 // size, "num_anchors": 99, "clip": math.inf}
+        options = {"batch_size": size, "accumulation": 2 // size, "max_anchors": 99, "clip": math.inf}
         run = make_run(tmp_path, make_trainee(wide, block_size=block_size), wide, make_rows(*lengths), **options)
         run.optimizer.step = run.optimizer.zero_grad = lambda: None
         run.train_step()
@@ -349,7 +349,7 @@ def test_overfit_then_decode(tmp_path, wide, layout):
     rows = [Row(f"row-{i}", [i, 9, 4], plain(wide, [i, 9, 4], 22)) for i in range(3, 11)]
     terms = [replace(term, rounds=1, loss={"ce": 0.5, "l1": 0.5}) for term in XPRESS]  # learns by heart sooner
     trainee = make_trainee(wide, terms=terms, layout=layout, chunk=128, layers=1, std=0.05)
-    run = make_run(tmp_path, trainee, wide, rows, steps=100, batch_size=8, lr=1e-2, num_anchors=20)
+    run = make_run(tmp_path, trainee, wide, rows, steps=100, batch_size=8, lr=1e-2, max_anchors=20)
     G = trainee.drafter.config.num_draft
 
     def decoded(row, passes, name) -> list[int]:

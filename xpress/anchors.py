@@ -62,14 +62,14 @@ def candidates(batch: Batch) -> Tensor:
     return can
 
 
-def draw(batch: Batch, num_anchors: int, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
-    """-> index [S,A] ascending, valid [S,A], A ≤ num_anchors the most that any sequence of the batch has."""
+def draw(batch: Batch, max_anchors: int, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+    """-> index [S,A] ascending, valid [S,A], A ≤ max_anchors the most that any sequence of the batch has."""
     chosen = []
     for row_id, can in zip(batch.row_ids, candidates(batch).cpu()):
         places = can.nonzero()[:, 0]
         key = hashlib.blake2b(f"{seed}/{epoch}/{row_id}".encode(), digest_size=8).digest()
         random = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
-        picked = places[torch.randperm(len(places), generator=random)[:num_anchors]]
+        picked = places[torch.randperm(len(places), generator=random)[:max_anchors]]
         chosen.append(picked.sort().values)
     index = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1)
     return index.clamp(min=0).to(batch.ids.device), (index >= 0).to(batch.ids.device)

@@ -194,3 +194,20 @@ def report(results: list[Result], prompts: list[Prompt], protocol: dict) -> dict
                     }
                 )
     return {"protocol": protocol, "methods": rows, "paired": pairs}
+
+
+def settle_protocol(raw: dict) -> dict:
+    """Fills what `protocol` decides; refuses settings that would make a published protocol another one."""
+    fixed = {"free": {}, "published": {"max_new_tokens": 2048, "samples": 128, "thinking": False}}
+    if raw["protocol"] not in fixed:
+        raise ValueError(f"protocol={raw['protocol']}: known are {', '.join(fixed)}")
+    for key, value in fixed[raw["protocol"]].items():
+        if raw[key] not in (None, value):
+            raise ValueError(f"{key}={raw[key]}: protocol=published fixes it at {value}; drop one of the two")
+        raw[key] = value
+    if raw["protocol"] == "published" and raw["temperature"] not in (0, 1):
+        raise ValueError(f"temperature={raw['temperature']}: protocol=published has 0 and 1")
+    raw["max_new_tokens"] = 256 if raw["max_new_tokens"] is None else raw["max_new_tokens"]
+    if raw["max_new_tokens"] < 1:
+        raise ValueError(f"max_new_tokens={raw['max_new_tokens']}: must be at least 1")
+    return raw

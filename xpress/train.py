@@ -37,7 +37,7 @@ class TrainSettings:
     steps: int
     batch_size: int = 4
     accumulation: int = 1
-    num_anchors: int = 32
+    max_anchors: int = 32
     max_length: int = 4096
     lr: float = 6e-4
     drafter_lr_scale: float = 1.0
@@ -54,7 +54,7 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "accumulation", "num_anchors", "chunk", "log_every", "save_every"):
+        for name in ("steps", "batch_size", "accumulation", "max_anchors", "chunk", "log_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.precision not in ("no", "bf16"):
@@ -105,7 +105,7 @@ class Run:
         size, batches = self.settings.batch_size, []
         for i in range(0, len(chosen), size):
             batch = collate([self.rows[j] for j in chosen[i : i + size]], self.settings.max_length)
-            index, valid = draw(batch, self.settings.num_anchors, self.settings.seed, epoch)
+            index, valid = draw(batch, self.settings.max_anchors, self.settings.seed, epoch)
             batches.append((batch, lay_out(batch, index, valid, self.trainee.drafter.config.num_draft)))
         return batches
 

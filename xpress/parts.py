@@ -1,0 +1,150 @@
+"""One section of the settings -> one object: target, drafter, head, objective; and where relative paths lead.
+
+Sections are plain dicts. A key that nothing reads is refused here by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from xpress import checkpoint, data, prompts
+from xpress.anchors import Batch
+from xpress.drafter import DFlashDrafter
+from xpress.drafter_config import DrafterConfig
+from xpress.features import feature_scale
+from xpress.files import file_hash
+from xpress.loss import Term
+from xpress.target import Target
+from xpress.train import TrainSettings
+
+REPO = Path(__file__).resolve().parents[1]
+HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
+
+TARGET_KEYS = {"name", "dtype", "revision"}
+
+
+def refuse_unknown(section: str, found, known):
+    unknown = sorted(set(found or ()) - set(known))
+    if unknown:
+        where = f"{section}." if section else ""
+        raise ValueError(f"unknown key {where}{unknown[0]}; known are {', '.join(sorted(known))}")
+
+
+def find(path: str | None) -> str | None:
+    """A relative path as the user's, else as the repository's, else in XPRESS_HOME; anything else unchanged."""
+    if path is None or Path(path).expanduser().exists():
+        return path
+    for root in (REPO, HOME):
+        if (root / path).exists():
+            return str(root / path)
+    return path
+
+
+def from_anywhere(path: str) -> str:
+    """A folder that only the present working folder finds as an absolute path; all else as it was given."""
+    local = Path(path).expanduser()
+    return str(local.resolve()) if local.exists() and not any((root / path).exists() for root in (REPO, HOME)) else path
+
+
+def device_of(name: str | None) -> str:
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make_target(section: dict, device: str, dtype: str | None = None) -> Target:
+    refuse_unknown("target", section, TARGET_KEYS)
+    name = section["name"]
+    if name == "smollm2-135m-instruct" and find(name) == name:
+        raise FileNotFoundError(f"target.name={name} is not in {HOME}; run: python scripts/get_smollm2.py")
+    target = Target.from_pretrained(
+        find(name), dtype or section.get("dtype") or "float32", device, section.get("revision")
+    )
+    target.name = name
+    return target
+
+
+def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -> tuple[DFlashDrafter, dict | None]:
+    """A fresh drafter for the target, or the one that `drafter.init` names -> drafter, where it came from."""
+    section = dict(section)
+    init, vocab = section.pop("init", None), section.pop("draft_vocab_size", None)
+    fields = {field.name for field in dataclasses.fields(DrafterConfig)}
+    refuse_unknown("drafter", section, fields)
+    if init is not None:
+        found = checkpoint.load(find(init), target, device=target.device)
+        for key, wanted in {**section, "draft_vocab_size": vocab}.items():
+            have = getattr(found.drafter.config, key)
+            if wanted is not None and (list(have) if isinstance(have, tuple) else have) != wanted:
+                raise ValueError(f"drafter.{key}={wanted}, but drafter.init={init} has {have}; drop one of the two")
+        origin = {"path": from_anywhere(init), "sha256": file_hash(found.path / checkpoint.WEIGHTS)}
+        return found.drafter, origin
+    config = DrafterConfig.for_target(target, **section)
+    if vocab is not None:
+        always = prompts.stop_ids(target.tokenizer, target.model)
+        ids = data.frequent_ids(rows, vocab, target.vocab_size, always)
+        config = dataclasses.replace(config, draft_ids=tuple(ids))
+    if config.feature_scale == (1.0,) * len(config.target_layer_ids):
+        sample: Batch = data.collate(rows[:16], settings.max_length).to(target.device)
+        config = dataclasses.replace(config, feature_scale=feature_scale(target, sample, config.target_layer_ids))
+    torch.manual_seed(settings.seed)
+    return DFlashDrafter(config).bind(target), None
+
+
+def make_head(section: dict | None, drafter: DFlashDrafter, target: Target):
+    """The head that `_target_` names; sizes come from the drafter. None for head=none."""
+    if not section or section.get("_target_") is None:
+        return None
+    sizes = checkpoint.head_sizes(drafter.config)
+    checkpoint.check_head(section, drafter.config)
+    kind = checkpoint.head_class(section["_target_"])
+    accepted = inspect.signature(kind.__init__).parameters
+    arguments = {key: value for key, value in sizes.items() if key in accepted}
+    return checkpoint.build_head({**section, **arguments}).bind(target)
+
+
+def make_terms(section: dict) -> list[Term]:
+    refuse_unknown("objective", section, {"terms"})
+    terms = []
+    for term in section["terms"]:
+        refuse_unknown("objective.terms", term, {field.name for field in dataclasses.fields(Term)})
+        terms.append(Term(**term))
+    return terms
+
+
+def versions() -> dict:
+    """What a number was measured with."""
+    import transformers
+
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(REPO), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+    }
+
+
+def bare_drafter(path: str | None, provenance: dict, target, dtype: str, device: str):
+    """The drafter that training started from: the one given, else the one that the provenance names, if it is there
+    and unchanged."""
+    origin = provenance.get("init") or {}
+    if path is None:
+        start = find(origin.get("path"))
+        try:
+            weights = checkpoint.locate(start) / checkpoint.WEIGHTS if start and Path(start).exists() else None
+        except FileNotFoundError:
+            weights = None
+        if weights is None or file_hash(weights) != origin.get("sha256"):
+            return None
+        path = start
+    return checkpoint.load(find(path), target, getattr(torch, dtype), device)
