@@ -18,7 +18,7 @@ from xpress.decode import generate
 from xpress.drafter import Context
 from xpress.features import FeatureSource
 from xpress.heads.base import corrected_logits
-from xpress.loss import Term, chunked_loss
+from xpress.loss import Pass, Term
 from xpress.refine import refine, sweep
 from xpress.target import Features
 from xpress.train import Run, TrainSettings, usable
@@ -34,28 +34,37 @@ def wide():
 
 @pytest.fixture
 def losses(monkeypatch):
-    """What reaches the loss: a list of (rows, vocabulary), one a forward."""
+    """What reaches the loss: a list of passes, one a forward, each with the latents that it was given."""
     seen = []
 
-    def spy(rows, vocabulary, mix, chunk):
-        seen.append((rows, vocabulary))
-        return chunked_loss(rows, vocabulary, mix, chunk)
+    class Spy(Pass):
+        def run(self, latents_of, chunk):
+            made = [[] for _ in self.tensors]
 
-    monkeypatch.setattr("xpress.trainee.chunked_loss", spy)
+            def keep(i, fed, part):
+                made[i].append(latents_of(i, fed, part))
+                return made[i][-1]
+
+            super().run(keep, chunk)
+            self.latents = [torch.cat(parts) for parts in made if parts]
+            seen.append(self)
+            return self
+
+    monkeypatch.setattr("xpress.trainee.Pass", Spy)
     return seen
 
 
-def logits_of(rows, vocabulary) -> torch.Tensor:
+def logits_of(found: Pass) -> torch.Tensor:
     """[1 + F,n,V_draft]: the drafter's, then under each feed."""
-    base = rows.hidden @ vocabulary.lm_rows.T
-    return torch.stack([base, *(base + z @ vocabulary.readout.T for z in rows.latents)])
+    base = found.rows.hidden @ found.vocabulary.lm_rows.T
+    return torch.stack([base, *(base + z @ found.vocabulary.readout.T for z in found.latents)])
 
 
-def run_forward(trainee, target, batch, anchors):
-    """One forward on the real target's features, in its own dtype -> sums, weights, runs."""
+def run_forward(trainee, target, batch, anchors, passes=0):
+    """One forward on the real target's features, in its own dtype."""
     reduced = trainee.drafter.draft_ids is not None
     features, log_norm = FeatureSource(target, trainee.drafter.layer_ids, reduced, target.dtype)(batch)
-    return trainee(batch, anchors, features, log_norm, measure=True)
+    return trainee(batch, anchors, features, log_norm, passes=passes)
 
 
 # --- training and decoding are one ------------------------------------------------------------------------------------
@@ -73,8 +82,8 @@ def test_train_logits_are_decode_logits(wide, losses, head, layout, draft_ids):
     x, places = [5, 6, 7, *plain(wide, [5, 6, 7], 20)], [4, 8, 11, 12]
     batch = collate([Row("x", x[:3], x[3:])], 99)
     run_forward(trainee, wide, batch, anchors_at(batch, places[:3], G))
-    trained = logits_of(*losses[0]).unflatten(1, (3, G))
-    judged = wide.lm_head(losses[0][0].last).unflatten(0, (3, G))
+    trained = logits_of(losses[0]).unflatten(1, (3, G))
+    judged = wide.lm_head(losses[0].rows.last).unflatten(0, (3, G))
 
     _, hidden = wide.prefill(x[:4], drafter.layer_ids)
     drafter.reset()
@@ -103,34 +112,39 @@ def test_terms_and_normaliser(wide, losses):
     kept = batch.ids[0, [5, 7]].tolist()
     draft_ids = sorted({1, 2, *kept} - {int(batch.ids[0, 6])})
     trainee, anchors = make_trainee(wide, terms=terms, draft_ids=draft_ids), anchors_at(batch, [4], 3)
-    sums, weights, _ = run_forward(trainee, wide, batch, anchors)
-    none, gold, *own = -logits_of(*losses[0]).log_softmax(-1)[:, [0, 2], [draft_ids.index(i) for i in kept]]
+    sums, weights, _, rounds, _ = run_forward(trainee, wide, batch, anchors)
+    none, gold, *own = -logits_of(losses[0]).log_softmax(-1)[:, [0, 2], [draft_ids.index(i) for i in kept]]
     w = torch.exp(-torch.arange(3).double() / 4)
     wanted = torch.stack([gold, sum(own) / 3, none]) @ w[[0, 2]]
     assert torch.allclose(sums, wanted, **EXACT)
+    assert torch.allclose(rounds, torch.stack(own) @ w[[0, 2]], **EXACT)
     assert torch.allclose(weights, w.sum().expand(3), **EXACT)
     assert torch.equal(weights, trainee.weight_sums(anchors))
-    rows = losses[0][0]
+    rows = losses[0].rows
     assert torch.allclose(rows.log_norm.double(), wide.lm_head(rows.last).logsumexp(-1), rtol=1e-6)  # kept in fp32
 
 
-def test_no_gradient_through_argmax(wide):
+def test_no_gradient_through_argmax(wide, losses):
     """The gradient of a self-fed term is that of feeding the same tokens as constants."""
     trainee, batch = make_trainee(wide, terms=[Term("consistency", "self", rounds=2)]), collate(make_rows(12), 99)
-    free_run, fed = trainee._free_run, []
+    anchors = anchors_at(batch, [4, 9], 3)
 
-    def gradient():
-        sums, _, _ = run_forward(trainee, wide, batch, anchors_at(batch, [4, 9], 3))
-        return [
-            g for g in torch.autograd.grad(sums.sum(), list(trainee.parameters()), allow_unused=True) if g is not None
-        ]
+    def gradient(total):
+        return [g for g in torch.autograd.grad(total, list(trainee.parameters()), allow_unused=True) if g is not None]
 
-    trainee._free_run = lambda *arguments: fed.append(free_run(*arguments)) or fed[0]
-    found = gradient()
-    constants = [ids.tolist() for ids in fed[0][0]]
-    trainee._free_run = lambda *arguments: ([torch.tensor(ids) for ids in constants], {})
-    assert found and all(torch.equal(a, b) for a, b in zip(found, gradient(), strict=True))
-    assert constants[0] != constants[1]  # the pass moves tokens
+    found = gradient(run_forward(trainee, wide, batch, anchors).total)
+    constants = losses[0].drafts[:2]
+    given = make_trainee(wide, terms=[Term("refined", "gold")])
+    given.drafter, given.head = trainee.drafter, trainee.head
+    wanted = []
+    for ids in constants:  # the labels of a gold term decide what is fed; CE is off, so they decide nothing else
+        given.terms = [replace(given.terms[0], loss={"l1": 0.9})]
+        fed = replace(anchors, labels=ids.view_as(anchors.labels))
+        wanted.append(gradient(run_forward(given, wide, batch, fed).total))
+    trainee.terms = [replace(trainee.terms[0], loss={"l1": 0.9})]
+    found = gradient(run_forward(trainee, wide, batch, anchors).total)
+    assert found and all(torch.allclose(g, (a + b) / 2, **EXACT) for g, a, b in zip(found, *wanted, strict=True))
+    assert not torch.equal(*constants)  # the pass moves tokens
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
@@ -149,7 +163,7 @@ def test_a_block_sees_only_what_lies_before_its_anchor(wide, losses, layout):
         if moved is not None:
             hidden[:, moved] += torch.randn_like(hidden[:, moved])
         trainee(batch, anchors_at(batch, places, G), replace(features, hidden=hidden), None)
-        return logits_of(*losses[-1]).unflatten(1, (len(places), G))[:, places.index(at)]
+        return logits_of(losses[-1]).unflatten(1, (len(places), G))[:, places.index(at)]
 
     together = logits([4, 6, 7], 6)
     assert torch.allclose(together, logits([6], 6), **EXACT)
@@ -166,7 +180,7 @@ def test_labels_and_judges_read_off_count_data(target, losses, layout, wanted):
     states = torch.arange(T).float()[None, :, None].expand(1, T, target.hidden_size)
     anchors = anchors_at(batch, [5], len(wanted))
     trainee(batch, anchors, Features(states.repeat(1, 1, layers), states), None)
-    rows = losses[0][0]
+    rows = losses[0].rows
     assert rows.labels.tolist() == wanted == anchors.labels[0, 0].tolist()
     assert rows.last[:, 0].tolist() == [i - 1 for i in wanted] == anchors.judge[0, 0].tolist()
     assert (int(anchors.anchor_ids), int(anchors.before_ids), int(anchors.positions)) == (5, 4, 5)
@@ -356,8 +370,8 @@ def test_overfit_then_decode(tmp_path, wide, layout):
         answer = generate(wide, row.prompt_ids, trainee.drafter, trainee.head, passes, max_new_tokens=16)
         accepted, batch = [r.num_accepted for r in answer.rounds], collate([row], 99)
         places = list(accumulate((len(r.tokens) for r in answer.rounds), initial=len(row.prompt_ids)))[:-1]
-        runs = run_forward(trainee, wide, batch, anchors_at(batch, places, G))[2]
-        assert runs[name] == (sum(accepted), len(accepted))
+        found = run_forward(trainee, wide, batch, anchors_at(batch, places, G), passes).accepted[name]
+        assert found.tolist() == [sum(n >= k for n in accepted) for k in range(1, G + 1)]
         return accepted
 
     for until, low, high in ((20, 1.2, 1 + 0.7 * G), (100, 1 + 0.9 * G, 1 + G)):
@@ -384,8 +398,8 @@ def test_a_batch_without_blocks_weighs_nothing(target):
     trainee, batch = make_trainee(target), collate(make_rows(8), 99)
     anchors = anchors_at(batch, [4], 3)
     anchors = replace(anchors, valid=~anchors.valid, mask=torch.zeros_like(anchors.mask))
-    sums, weights, _ = run_forward(trainee, target, batch, anchors)
-    sums.sum().backward()
+    sums, weights, total, *_ = run_forward(trainee, target, batch, anchors)
+    total.backward()
     assert sums.tolist() == weights.tolist() == [0.0] * 3
     assert all(w.grad is None or not w.grad.any() for w in trainee.parameters())
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from xpress.attention import block_attention, chunks
 from xpress.block import LAYOUTS, Block
 from xpress.drafter_config import DrafterConfig
 from xpress.target import check_layer_ids, rope_parameters
@@ -103,25 +104,10 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.kv, self.dim))
         return rotate(self.k_norm(k), cos, sin), v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], visible: Tensor | None):
-        """x [S,A,B,D]; context keys and values [S,T,kv,d]; visible [S,A,T] (None: all of it) -> [S,A,B,D].
-
-        Scores are [S,kv,A,B·g,T+B]: every block has its own B slots beside the shared context, never other blocks'.
-        """
-        S, A, B, _ = x.shape
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], visible, parts):
+        """x [S,A,B,D]; context keys and values [S,T,kv,d]; visible [S,A,T] (None: all of it) -> [S,A,B,D]."""
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), cos, sin) * self.dim**-0.5
-        own_k, own_v = (t.permute(0, 3, 1, 2, 4) for t in self.keys_values(x, cos, sin))  # [S,kv,A,B,d]
-        ctx_k, ctx_v = (t.transpose(1, 2) for t in context)  # [S,kv,T,d]
-        q = q.unflatten(3, (self.kv, -1)).permute(0, 3, 1, 2, 4, 5).flatten(3, 4)  # [S,kv,A,B·g,d]
-        T = ctx_k.shape[2]
-        to_ctx = (q.flatten(2, 3) @ ctx_k.transpose(-1, -2)).unflatten(2, (A, -1))
-        if visible is not None:
-            to_ctx = to_ctx.masked_fill(~visible[:, None, :, None, :], float("-inf"))
-        scores = torch.cat([to_ctx, q @ own_k.transpose(-1, -2)], -1)
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(x.dtype)
-        mixed = (weights[..., :T].flatten(2, 3) @ ctx_v).unflatten(2, (A, -1)) + weights[..., T:] @ own_v
-        mixed = mixed.unflatten(3, (B, -1)).permute(0, 2, 3, 1, 4, 5).flatten(3)  # [S,A,B,heads·d]
-        return self.o_proj(mixed)
+        return self.o_proj(block_attention(q, context, self.keys_values(x, cos, sin), visible, parts))
 
 
 class MLP(nn.Module):
@@ -144,8 +130,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, context, visible):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, visible)
+    def forward(self, x, cos, sin, context, visible, parts):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, visible, parts)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -234,8 +220,11 @@ class DFlashDrafter(nn.Module):
         ids[..., 1:] = self.config.mask_token_id
         x = self.target.embedding(ids).to(self.fc.weight.dtype)
         cos, sin = self.rotary(positions[..., None] + torch.arange(B, device=positions.device))
+        S, A = anchor.shape
+        length = contexts[0][0].shape[1]
+        parts = chunks(visible, A, length, S * self.config.num_attention_heads * B, B)
         for layer, context in zip(self.layers, contexts):
-            x = layer(x, cos, sin, context, visible)
+            x = layer(x, cos, sin, context, visible, parts)
         return self.norm(x)
 
     # --- decoding: one sequence -------------------------------------------------------------------------------------

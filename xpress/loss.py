@@ -1,4 +1,4 @@
-"""The objective as data, and its loss over the whole vocabulary in chunks that keep nothing.
+"""The objective as data, and its loss over the whole vocabulary, a chunk of rows at a time.
 
 For every logit tensor z the same form, weighted over rows:
 
@@ -11,13 +11,14 @@ the head under its own argmax (`self`, some rounds). Softmaxes run in fp32 at le
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpress.sampling import at_least_fp32
+from xpress.sampling import argmax, at_least_fp32
 
 FEEDS = ("none", "gold", "self")
 
@@ -42,8 +43,6 @@ class Term:
             raise ValueError(f"objective term {self.name}: loss={dict(self.loss)}, known token losses are ce and l1")
         if self.rounds < 1 or (self.rounds > 1 and self.feed != "self"):
             raise ValueError(f"objective term {self.name}: rounds={self.rounds}; 1, or more where feed=self")
-        if self.rounds > 1 and self.feed != "self":
-            raise ValueError(f"objective term {self.name}: rounds={self.rounds}, only feed self has more than one")
         if not 0 < self.over <= 1:
             raise ValueError(f"objective term {self.name}: over={self.over}, must be a share of the steps in (0, 1]")
         if self.decay is not None and not self.decay > 0:
@@ -67,16 +66,14 @@ class Term:
 
 @dataclass(frozen=True)
 class Rows:
-    """Supervised rows n = blocks · G of one step, flattened.
+    """The rows of one step, n = blocks · G, block by block.
 
-    hidden [n,D] of the drafter, latents [F,n,R] of the head under each feed, labels [n] as target ids, last [n,D] the
-    target's post-norm states at `target_index`, log_norm [n] their log-normaliser over the WHOLE vocabulary (None:
-    computed here, right where the draft vocabulary is the whole one). weights [F+1,n]: row weights of the drafter's own
-    logits first, then of each feed; zero where a term does not apply.
+    hidden [n,D] of the drafter, labels [n] as target ids, last [n,D] the target's post-norm states at `target_index`,
+    log_norm [n] their log-normaliser over the WHOLE vocabulary (None: computed here, right where the draft vocabulary
+    is the whole one), weights [F,n] of each row in each logit tensor, zero where it does not count.
     """
 
     hidden: Tensor
-    latents: Tensor
     labels: Tensor
     last: Tensor
     log_norm: Tensor | None
@@ -99,78 +96,42 @@ class Vocabulary:
         return place, self.draft_ids[place] == ids
 
 
-def token_loss(z: Tensor, label: Tensor, inside: Tensor, p: Tensor, ce: Tensor, l1: Tensor, grad: Tensor | None):
-    """Weighted loss of rows z [n,V_draft]: Σ ce·CE + l1·‖softmax z − p‖₁, ce and l1 [n].
+@dataclass(frozen=True)
+class Logits:
+    """One logit tensor of F: its feed, ce and l1 of its token loss (both 0: only what it drafts is asked for), and the
+    factor of its sum in what is minimised."""
 
-    CE counts where the label lies `inside` the draft vocabulary. With `grad` (a number, ∂/∂sum) returns ∂/∂z instead:
-    ce·(q − onehot) + l1·q⊙(s − Σ q s), s = sign(q − p), sign 0 = 0.
+    feed: str
+    ce: float = 0.0
+    l1: float = 0.0
+    factor: float = 1.0
+
+
+def token_loss(z: Tensor, label: Tensor, inside: Tensor, p: Tensor, ce: Tensor | None, l1: Tensor | None, slope: bool):
+    """Rows z [n,V_draft], weights ce and l1 [n] or None -> Σ ce·CE + l1·‖softmax z − p‖₁ and, with `slope`, its
+    gradient ∂/∂z = ce·(q − onehot) + l1·q⊙(s − Σ q s), s = sign(q − p), sign 0 = 0; None without.
+
+    CE counts where the label lies `inside` the draft vocabulary.
     """
-    log_q = z.log_softmax(-1)
-    q = log_q.exp()
-    gap = q - p
-    ce = ce * inside
-    if grad is None:
-        nll = -log_q.gather(-1, label[:, None])[:, 0]
-        return (ce * nll).sum() + (l1 * gap.abs().sum(-1)).sum()
-    sign = gap.sign_()
-    inner = (q * sign).sum(-1, keepdim=True)
-    dz = sign.sub_(inner).mul_(q).mul_(l1[:, None]) if bool((l1 != 0).any()) else torch.zeros_like(q)
-    dz.addcmul_(q, ce[:, None])
-    dz.scatter_add_(-1, label[:, None], -ce[:, None])
-    return dz.mul_(grad)
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """Sums of weighted token losses, one a logit tensor: [F+1]. Nothing of size [n,V] is kept for backward, which
-    recomputes chunk by chunk; only the inputs are saved. p_target is made once a chunk and shared by all terms."""
-
-    @staticmethod
-    def forward(ctx, hidden, latents, readout, rows: Rows, vocabulary: Vocabulary, mix, chunk: int):
-        ctx.save_for_backward(hidden, latents, readout)
-        ctx.rows, ctx.vocabulary, ctx.mix, ctx.chunk = rows, vocabulary, mix, chunk
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        sums = torch.zeros(1 + len(latents), dtype=wide, device=hidden.device)
-        for part in _chunks(len(hidden), chunk):
-            label, inside, p, tensors = _logits(hidden, latents, readout, rows, vocabulary, part)
-            for i, z in enumerate(tensors):
-                if not any(mix[i]):  # no term reads this tensor
-                    continue
-                ce, l1 = (m * rows.weights[i, part] for m in mix[i])
-                sums[i] += token_loss(z, label, inside, p, ce.to(z.dtype), l1.to(z.dtype), None)
-        return sums
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, latents, readout = ctx.saved_tensors
-        rows, vocabulary, mix = ctx.rows, ctx.vocabulary, ctx.mix
-        need_hidden, need_latents, need_readout = ctx.needs_input_grad[:3]
-        d_hidden = torch.zeros_like(hidden) if need_hidden else None
-        d_latents = torch.zeros_like(latents) if need_latents else None
-        d_readout = torch.zeros_like(readout, dtype=grad.dtype) if need_readout else None
-        for part in _chunks(len(hidden), ctx.chunk):
-            label, inside, p, tensors = _logits(hidden, latents, readout, rows, vocabulary, part)
-            d_base = None
-            for i, z in enumerate(tensors):
-                if not any(mix[i]) or not (need_hidden or i):
-                    continue
-                ce, l1 = (m * rows.weights[i, part] for m in mix[i])
-                dz = token_loss(z, label, inside, p, ce.to(z.dtype), l1.to(z.dtype), grad[i])
-                if i:
-                    dz_readout = dz.to(readout.dtype)
-                    if need_latents:
-                        d_latents[i - 1, part] = (dz_readout @ readout).to(latents.dtype)
-                    if need_readout:
-                        d_readout += (dz_readout.T @ latents[i - 1, part].to(readout.dtype)).to(d_readout.dtype)
-                if need_hidden:
-                    d_base = dz if d_base is None else d_base.add_(dz)
-            if d_base is not None:
-                d_hidden[part] = (d_base.to(vocabulary.lm_rows.dtype) @ vocabulary.lm_rows).to(hidden.dtype)
-        d_readout = d_readout.to(readout.dtype) if need_readout else None
-        return d_hidden, d_latents, d_readout, None, None, None, None
-
-
-def _chunks(n: int, size: int):
-    return (slice(i, min(i + size, n)) for i in range(0, n, size))
+    q, dz = z.softmax(-1), None
+    value, pull = z.new_zeros(()), 0.0
+    if ce is not None:
+        ce = (ce * inside)[:, None]
+        log_norm = z.amax(-1, keepdim=True) - q.amax(-1, keepdim=True).log()  # the largest q is far from 0
+        value += (ce * (log_norm - z.gather(-1, label[:, None]))).sum()
+        pull = ce
+    if l1 is not None:
+        l1, gap = l1[:, None], q - p
+        value += (l1 * torch.linalg.vector_norm(gap, 1, dim=-1, keepdim=True)).sum()
+        if slope:
+            sign = gap.sign_()
+            pull = pull - l1 * (q * sign).sum(-1, keepdim=True)
+            dz = sign.mul_(l1).add_(pull).mul_(q)
+    elif slope:
+        dz = q.mul_(pull)
+    if slope and ce is not None:
+        dz.scatter_add_(-1, label[:, None], -ce)
+    return value, dz
 
 
 def target_probs(last: Tensor, log_norm: Tensor | None, lm_rows: Tensor) -> Tensor:
@@ -179,27 +140,95 @@ def target_probs(last: Tensor, log_norm: Tensor | None, lm_rows: Tensor) -> Tens
     return logits.softmax(-1) if log_norm is None else logits.sub_(log_norm[:, None]).exp_()
 
 
-def _logits(hidden, latents, readout, rows: Rows, vocabulary: Vocabulary, part: slice):
-    """-> labels, inside, p and an iterator over the logit tensors of one chunk, the drafter's own first."""
-    label, inside = vocabulary.labels(rows.labels[part])
-    log_norm = None if rows.log_norm is None else rows.log_norm[part]
-    p = target_probs(rows.last[part], log_norm, vocabulary.lm_rows)
-    base = at_least_fp32(F.linear(hidden[part].to(vocabulary.lm_rows.dtype), vocabulary.lm_rows))
+class Pass:
+    """One pass over the rows, a chunk at a time: losses, what decoding would draft, and the gradient.
 
-    def tensors():
-        yield base
-        for latent in latents:
-            yield base + F.linear(latent[part].to(readout.dtype), readout)
+    sums [F]: weighted token losses of each tensor; drafts: target ids [n] of the seed argmax(s), then after each
+    self-fed tensor. Self-fed tensors follow one another as in decoding: the argmax of one feeds the next.
 
-    return label, inside, p.to(base.dtype), tensors()
+    The gradient of Σ factor·sum in hidden, latents and readout is taken while the chunk's logits are there, so nothing
+    of the vocabulary's size outlives its chunk; what is kept has the size of the inputs, which are not kept. p_target
+    is made once a chunk and shared by all tensors.
+    """
+
+    def __init__(self, rows: Rows, vocabulary: Vocabulary, tensors: list[Logits], train_hidden: bool, slope: bool):
+        if vocabulary.draft_ids is not None and rows.log_norm is None:
+            raise ValueError("a reduced draft vocabulary needs log_norm: p_target is normalised over the whole one")
+        self.rows, self.vocabulary, self.tensors, self.slope = rows, vocabulary, tensors, slope
+        wide = torch.promote_types(rows.hidden.dtype, torch.float32)
+        self.sums = torch.zeros(len(tensors), dtype=wide, device=rows.hidden.device)
+        self.drafts: list = [[] for _ in tensors]
+        self.d_latents: list = [[] for _ in tensors]
+        self.d_hidden = torch.zeros_like(rows.hidden) if slope and train_hidden else None
+        readout = vocabulary.readout
+        self.d_readout = torch.zeros_like(readout, dtype=wide) if slope and readout is not None else None
+
+    @torch.no_grad()
+    def run(self, latents_of: Callable[[int, Tensor, slice], Tensor], chunk: int) -> Pass:
+        """latents_of(tensor, previous draft tokens [·], rows) -> latents [·,R] of those rows."""
+        for start in range(0, len(self.rows.hidden), chunk):
+            self._chunk(latents_of, slice(start, min(start + chunk, len(self.rows.hidden))))
+        nothing = self.rows.labels[:0]
+        drafting = [ids for ids, tensor in zip(self.drafts, self.tensors) if tensor.feed != "gold"]
+        self.drafts = [torch.cat([nothing, *ids]) for ids in drafting]
+        self.d_latents = [torch.cat(parts) for parts in self.d_latents if parts]
+        return self
+
+    def _chunk(self, latents_of, part: slice):
+        rows, lm_rows, readout = self.rows, self.vocabulary.lm_rows, self.vocabulary.readout
+        label, inside = self.vocabulary.labels(rows.labels[part])
+        base = at_least_fp32(F.linear(rows.hidden[part].to(lm_rows.dtype), lm_rows))
+        log_norm = None if rows.log_norm is None else rows.log_norm[part]
+        p = target_probs(rows.last[part], log_norm, lm_rows).to(base.dtype)
+        ids = d_base = None
+        for i, tensor in enumerate(self.tensors):
+            latent, z = None, base
+            if tensor.feed != "none":
+                fed = rows.labels[part] if tensor.feed == "gold" else ids
+                latent = latents_of(i, fed, part).to(readout.dtype)
+                z = base + F.linear(latent, readout)
+            if tensor.ce or tensor.l1:
+                slope = self.slope and (latent is not None or self.d_hidden is not None)
+                weight = rows.weights[i, part]
+                ce, l1 = ((weight * m).to(z.dtype) if m else None for m in (tensor.ce, tensor.l1))
+                value, dz = token_loss(z, label, inside, p, ce, l1, slope)
+                self.sums[i] += value
+                if slope:
+                    d_base = self._descend(i, dz, latent, d_base)
+            if tensor.feed != "gold":
+                ids = argmax(z)
+                ids = ids if self.vocabulary.draft_ids is None else self.vocabulary.draft_ids[ids]
+                self.drafts[i].append(ids)
+        if d_base is not None:
+            self.d_hidden[part] = (d_base.to(lm_rows.dtype) @ lm_rows).to(self.d_hidden.dtype)
+
+    def _descend(self, i: int, dz: Tensor, latent: Tensor | None, d_base: Tensor | None) -> Tensor | None:
+        """Down through the readout at once; what goes through lm_head is summed over the tensors first."""
+        factor, readout = self.tensors[i].factor, self.vocabulary.readout
+        if latent is not None:
+            narrow = dz.to(readout.dtype)
+            self.d_latents[i].append((narrow @ readout).mul_(factor))
+            self.d_readout.add_(narrow.T @ latent, alpha=factor)
+        if self.d_hidden is None:
+            return None
+        return dz.mul_(factor) if d_base is None else d_base.add_(dz, alpha=factor)
 
 
-def chunked_loss(rows: Rows, vocabulary: Vocabulary, mix, chunk: int = 128) -> Tensor:
-    """Σ of weighted losses for each logit tensor [F+1]; mix[i] = (ce, l1) of tensor i. Differentiable in rows.hidden,
-    rows.latents and vocabulary.readout."""
-    readout = vocabulary.readout
-    if readout is None:
-        readout = rows.hidden.new_zeros(0, 0)
-    if vocabulary.draft_ids is not None and rows.log_norm is None:
-        raise ValueError("a reduced draft vocabulary needs log_norm: p_target is normalised over the whole vocabulary")
-    return ChunkedLoss.apply(rows.hidden, rows.latents, readout, rows, vocabulary, mix, chunk)
+class _Attach(torch.autograd.Function):
+    """The number that is minimised, with the gradient that its pass has found already."""
+
+    @staticmethod
+    def forward(ctx, found: Pass, hidden, readout, *latents):
+        ctx.gradients = found.d_hidden, found.d_readout, *found.d_latents
+        ctx.types = [None if x is None else x.dtype for x in (hidden, readout, *latents)]
+        return found.sums @ found.sums.new_tensor([tensor.factor for tensor in found.tensors])
+
+    @staticmethod
+    def backward(ctx, grad):
+        scaled = (None if d is None else (d * grad).to(t) for d, t in zip(ctx.gradients, ctx.types))
+        return None, *scaled
+
+
+def attach(found: Pass, hidden: Tensor, readout: Tensor | None, latents: list[Tensor]) -> Tensor:
+    """Σ factor·sum as a number that can be differentiated in hidden [n,D], readout and latents [n,R]."""
+    return _Attach.apply(found, hidden, readout, *latents)

@@ -1,23 +1,36 @@
 """What is trained, as one module: drafter, correction head and objective.
 
-Its forward returns (Σ w·ℓ, Σ w) for each term: that is what accelerate wraps, since a method called beside forward
-would not be synchronised. The head's self-fed rounds unroll the very pass that decoding runs.
+Its forward returns (Σ w·ℓ, Σ w) of each term and the number to minimise: that is what accelerate wraps, since a method
+called beside forward would not be synchronised. The head's self-fed rounds are the very sweeps that decoding runs.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from xpress.anchors import Anchors, Batch
-from xpress.loss import Rows, Term, Vocabulary, chunked_loss
-from xpress.metrics import leading_run
-from xpress.refine import jacobi, sweep
+from xpress.loss import Logits, Pass, Rows, Term, Vocabulary, attach
+from xpress.refine import sweep
 from xpress.target import Features
 
 
+class Outcome(NamedTuple):
+    """sums and weights [terms]: Σ w·ℓ and Σ w; total: Σ scale·sums, the one to differentiate; rounds: Σ w·ℓ of each
+    self-fed round; accepted: {"drafter": [G], "head": [G]} blocks whose first k draft tokens equal the data's."""
+
+    sums: Tensor
+    weights: Tensor
+    total: Tensor
+    rounds: Tensor
+    accepted: dict[str, Tensor]
+
+
 class Trainee(nn.Module):
-    """Drafter, head (or None) and objective as one module."""
+    """Drafter, head (or None) and objective as one module. `chunk`: rows of the vocabulary-wide loss at a time."""
 
     def __init__(self, drafter, head, terms: list[Term], train_drafter: bool = True, chunk: int = 128):
         super().__init__()
@@ -26,88 +39,109 @@ class Trainee(nn.Module):
             raise ValueError("objective: give at least one term, and each feed (none, gold, self) at most once")
         if head is None and set(feeds) != {"none"}:
             raise ValueError("objective: terms with feed gold or self need a head; choose one, or objective=dflash")
-        if not train_drafter and (head is None or feeds == ["none"]):
+        if head is not None and feeds == ["none"]:
+            raise ValueError("objective: no term feeds the head, so nothing would train it; choose head=none")
+        if not train_drafter and head is None:
             raise ValueError("train_drafter=false leaves nothing to train; choose a head and a term that feeds it")
         self.drafter, self.head, self.terms, self.chunk = drafter, head, terms, chunk
         self.train_drafter = train_drafter
         self.drafter.requires_grad_(train_drafter)
 
-    def forward(self, batch: Batch, anchors: Anchors, features: Features, log_norm, measure: bool = False):
-        """-> sums [terms], weights [terms], and (with `measure`) leading runs {"drafter": (sum, count), …}."""
+    def forward(self, batch: Batch, anchors: Anchors, features: Features, log_norm, scale=None, passes: int = 0):
+        """-> Outcome. scale: the factor of each term's sum in `total` (None: 1). passes: measure what the head drafts
+        after so many Jacobi passes; 0: after the rounds that the objective runs anyway."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_drafter):
             contexts = self.drafter.project(features.hidden, batch.positions)
             hidden = self.drafter(anchors.anchor_ids, anchors.positions, contexts, anchors.visible)
         keep = anchors.valid
         block = self.drafter.block(hidden[keep], anchors.anchor_ids[keep], anchors.before_ids[keep])
         labels, mask = anchors.labels[keep], anchors.mask[keep]
-        latents, runs = self._latents(block, labels, mask, measure)
         weights = torch.stack([term.slot_weights(block.num_draft, mask.device) * mask for term in self.terms])
-        sums = self._loss(block, latents, labels, mask, weights, anchors, features, log_norm)
-        return sums, weights.sum((1, 2)), runs
+        tensors, owners = self._tensors(scale, passes)
+        rows = self._rows(block, labels, weights, owners, anchors, features, log_norm)
+        found, total = self._loss(block, rows, tensors)
+        per_term = [[i for i, owner in enumerate(owners) if owner == t] for t in range(len(self.terms))]
+        rounds = [i for i, tensor in enumerate(tensors) if tensor.feed == "self" and owners[i] is not None]
+        drafts = {"drafter": found.drafts[0]} | ({"head": found.drafts[-1]} if len(found.drafts) > 1 else {})
+        accepted = {name: leading((ids.view_as(labels) == labels) & mask) for name, ids in drafts.items()}
+        return Outcome(
+            torch.stack([found.sums[pick].sum() for pick in per_term]),
+            weights.sum((1, 2)),
+            total,
+            found.sums[rounds] * max(1, len(rounds)),
+            accepted,
+        )
 
     def weight_sums(self, anchors: Anchors) -> Tensor:
         """Σ w of each term, from the masks alone: known before any forward."""
         mask = anchors.mask
         return torch.stack([(t.slot_weights(mask.shape[-1], mask.device) * mask).sum() for t in self.terms])
 
-    def _rounds(self, feed: str) -> int:
-        return sum(term.rounds for term in self.terms if term.feed == feed)
+    def _tensors(self, scale, passes: int) -> tuple[list[Logits], list[int | None]]:
+        """The logit tensors of a step, the drafter's own first, and the term that each belongs to (None: only what it
+        drafts is wanted)."""
+        place = {term.feed: i for i, term in enumerate(self.terms)}
+        rounds = self.terms[place["self"]].rounds if "self" in place else 0
+        feeds = ["none"] + ["gold"] * ("gold" in place) + ["self"] * rounds
+        owners = [place.get(feed) for feed in feeds]
+        tensors = [
+            Logits(feed)
+            if owner is None
+            else Logits(
+                feed,
+                *(self.terms[owner].loss.get(name, 0.0) for name in ("ce", "l1")),
+                float(scale[owner]) if scale is not None else 1.0,
+            )
+            for feed, owner in zip(feeds, owners)
+        ]
+        more = max(0, passes - rounds) if self.head is not None else 0
+        return tensors + [Logits("self")] * more, owners + [None] * more
 
-    def _latents(self, block, labels, mask, measure):
-        """Latents [F,N,G,R] under gold, then under each self-fed round; leading runs of what was fed."""
-        rounds = self._rounds("self")
-        fed, runs = self._free_run(block, labels, mask, rounds, measure)
-        if self.head is None:
-            return None, runs
-        prepared = self.head.prepare(block.hidden)
-        fed = [labels] * self._rounds("gold") + fed[:rounds]
-        latents = [sweep(self.head, prepared, block, ids) for ids in fed]
-        return (torch.stack(latents) if latents else None), runs
-
-    @torch.no_grad()
-    def _free_run(self, block, labels, mask, rounds: int, measure: bool):
-        """What decoding would feed: drafts after 0, 1, … passes [N,G], a few blocks at a time, without gradient."""
-        count = rounds  # drafts to make; to measure the head, one pass more than it is fed, and two at least
-        if measure:
-            count = 1 if self.head is None else max(rounds + 1, 3)
-        if not count:
-            return [], {}
-        size = max(1, self.chunk // block.num_draft)
-        parts = []
-        for i in range(0, max(len(block), 1), size):  # no block still makes drafts [0,G]
-            trace = jacobi(self.head, block[i : i + size])
-            parts.append([next(trace) for _ in range(count)])
-        fed = [torch.cat(drafts) for drafts in zip(*parts)]
-        if not measure:
-            return fed, {}
-        runs = {"drafter": leading_run((fed[0] == labels) & mask)}
-        if self.head is not None:
-            runs["head"] = leading_run((fed[-1] == labels) & mask)
-        return fed, runs
-
-    def _loss(self, block, latents, labels, mask, weights, anchors, features, log_norm) -> Tensor:
+    def _rows(self, block, labels, weights, owners, anchors, features, log_norm) -> Rows:
         keep = anchors.valid
-        row = keep.nonzero()[:, :1].expand(-1, block.num_draft)[mask]  # sequence of each supervised row
-        judge = anchors.judge[keep][mask]
-        per_term, mix = {}, []
-        for term, weight in zip(self.terms, weights):
-            per_term[term.feed] = weight[mask] / (term.rounds if term.feed == "self" else 1), term.loss
-        order = ["none"] + ["gold"] * self._rounds("gold") + ["self"] * self._rounds("self")
-        blank = torch.zeros_like(weights[0][mask]), {}
-        row_weights = torch.stack([per_term.get(feed, blank)[0] for feed in order])
-        mix = [tuple(per_term.get(feed, blank)[1].get(name, 0.0) for name in ("ce", "l1")) for feed in order]
-        empty = block.hidden.new_zeros(0, int(mask.sum()), 0)
-        rows = Rows(
-            hidden=block.rows(block.hidden)[mask],
-            latents=empty if latents is None else latents[:, mask],
-            labels=labels[mask],
+        row = keep.nonzero()[:, :1].expand(-1, block.num_draft).flatten()  # sequence of each row
+        judge = anchors.judge[keep].flatten()
+        blank = torch.zeros_like(weights[0])
+        per_tensor = [blank if t is None else weights[t] / self.terms[t].rounds for t in owners]
+        return Rows(
+            hidden=block.rows(block.hidden).flatten(0, 1),
+            labels=labels.flatten(),
             last=features.last[row, judge],
             log_norm=None if log_norm is None else log_norm[row, judge],
-            weights=row_weights,
+            weights=torch.stack(per_tensor).flatten(1),
         )
-        readout = None if latents is None else self.head.readout.weight
-        vocabulary = Vocabulary(self.drafter.lm_rows, readout, self.drafter.draft_ids)
-        with torch.autocast(rows.hidden.device.type, enabled=False):
-            sums = chunked_loss(rows, vocabulary, mix, self.chunk)
-        picks = [[i for i, feed in enumerate(order) if feed == term.feed] for term in self.terms]
-        return torch.stack([sums[pick].sum() for pick in picks])
+
+    def _loss(self, block, rows: Rows, tensors: list[Logits]) -> tuple[Pass, Tensor]:
+        """The pass asks for latents chunk by chunk; they are made here, on the graph, by the sweep of decoding."""
+        kind, size = rows.hidden.device.type, max(1, self.chunk // block.num_draft)
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        readout = None if self.head is None else self.head.readout.weight
+        readout = readout if readout is None or narrow is None else readout.to(narrow)
+        slope, made, prepared = torch.is_grad_enabled(), [[] for _ in tensors], {}
+        parts = [
+            replace(block, hidden=hidden, anchor=block.anchor[i : i + size], before=block.before[i : i + size])
+            for i, hidden in zip(range(0, len(block), size), block.hidden.split(size))
+        ]
+
+        def latents_of(i: int, fed: Tensor, part: slice) -> Tensor:
+            n = part.start // (size * block.num_draft)
+            with torch.set_grad_enabled(slope), torch.autocast(kind, narrow, enabled=narrow is not None):
+                if n not in prepared:
+                    prepared.clear()
+                    prepared[n] = self.head.prepare(parts[n].hidden)
+                latent = sweep(self.head, prepared[n], parts[n], fed.view(-1, block.num_draft)).flatten(0, 1)
+            if tensors[i].ce or tensors[i].l1:
+                made[i].append(latent)
+            return latent.detach()
+
+        with torch.autocast(kind, enabled=False):
+            vocabulary = Vocabulary(self.drafter.lm_rows, readout, self.drafter.draft_ids)
+            found = Pass(rows, vocabulary, tensors, self.train_drafter, slope).run(latents_of, size * block.num_draft)
+            total = attach(found, rows.hidden, readout, [torch.cat(latents) for latents in made if latents])
+        return found, total
+
+
+def leading(correct: Tensor) -> Tensor:
+    """correct [N,G] -> [G]: blocks whose first k tokens are all right. Adds up over batches and ranks; divided by the
+    number of blocks it is the share accepted at k, and 1 + its sum is tau."""
+    return correct.long().cumprod(-1).sum(0)
