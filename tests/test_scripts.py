@@ -74,7 +74,7 @@ def ran(commands, toys):
         ("train.py", *qwen3, *small, "log_every=1", "save_every=1", "out=z-run"),
     )
     sweep, found = commands.together(
-        (*toy, "out=sweep", "lr=1e-3,1e-4", "seed=0,1", "wandb=offline", "--multirun"),
+        (*toy, "out=sweep", "lr=1e-3,1e-4", "seed=0,1", "tracker=wandb", "wandb_mode=offline", "--multirun"),
         ("eval_tau.py", "checkpoint=../run", "out=results", *ENOUGH),
         cwd=toys.at / "elsewhere",
     )

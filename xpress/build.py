@@ -28,7 +28,8 @@ from xpress.trainee import Trainee
 
 RUN_CONFIG = "config.yaml"  # of a run's folder; a checkpoint has config.json
 DATA_KEYS = {"path", "limit"}
-TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking", "wandb"}
+TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking"}
+TRAIN_KEYS |= {"tracker", "wandb_mode"}
 EVAL_KEYS = {"checkpoint", "bare", "target", "bench", "data_dir", "samples", "passes", "protocol", "out", "device"}
 EVAL_KEYS |= {"max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
 GENERATE_KEYS = {"target", "prompts", "data_dir", "samples", "out", "max_new_tokens", "batch_size", "temperature"}
@@ -36,7 +37,10 @@ GENERATE_KEYS |= {"top_p", "seed", "thinking", "device"}
 
 
 def plain(cfg: DictConfig, known: set[str]) -> dict:
-    """The configuration as a dict. Raises ValueError for keys that nothing reads."""
+    """The configuration as a dict. Raises ValueError for keys that nothing reads, and for those still to be given."""
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ValueError(f"{missing[0]} is not given; add {missing[0]}=…")
     found = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     refuse_unknown("", found, known)
     return found
