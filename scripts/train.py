@@ -15,7 +15,6 @@ from xpress import build, curves, report, track
 @hydra.main(version_base=None, config_path="../configs", config_name="train")
 def main(cfg):
     try:
-        track.check(cfg.tracker, cfg.wandb_mode)
         run, provenance = build.training(cfg)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -53,7 +53,10 @@ def test_no_tracker_does_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "kind, mode, named",
-    [("wandbb", None, "tracker=wandbb: known are null, wandb and tensorboard"), ("wandb", "on", "wandb_mode=on: known")],
+    [
+        ("wandbb", None, "tracker=wandbb: known are null, wandb and tensorboard"),
+        ("wandb", "on", "wandb_mode=on: known"),
+    ],
 )
 def test_bad_settings_are_named(tmp_path, kind, mode, named):
     with pytest.raises(ValueError, match=named):
@@ -136,7 +139,12 @@ print("id", one.run_id, one.run.settings.mode)
 def real(folder, **variables) -> subprocess.CompletedProcess:
     """The real wandb in a process of its own, as it keeps state, without a terminal or a home with a login."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
-    env |= {"PYTHONPATH": str(ROOT), "HOME": str(folder), "NO_COLOR": "1", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    env |= {
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),
+        "WANDB_SILENT": "true",
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+    }
     command = [sys.executable, "-c", PROGRAM, str(folder / "out")]
     return subprocess.run(
         command, env=env | variables, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120

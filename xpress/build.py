@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from xpress import checkpoint, data, evaluate, parts, prompts
+from xpress import checkpoint, data, evaluate, parts, prompts, track
 from xpress.features import FeatureSource
 from xpress.files import write_json
 from xpress.parts import find, from_anywhere, refuse_unknown, versions
@@ -75,6 +75,7 @@ def training(cfg: DictConfig) -> tuple[Run, dict]:
     raw = plain(cfg, TRAIN_KEYS | fields)
     settings = TrainSettings(**{key: raw[key] for key in fields & raw.keys()})
     terms = parts.make_terms(raw["objective"])
+    track.check(raw["tracker"], raw["wandb_mode"])
     refuse_unknown("data", raw["data"], DATA_KEYS)
     state = PartialState(cpu=parts.device_of(raw["device"]) == "cpu")
     with state.main_process_first():  # one process claims the folder for all

@@ -28,7 +28,12 @@ REPO = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
 TARGET_KEYS = {"name", "dtype", "revision"}
-TERM_VALUES = {"rounds": "rounds", "anchor": "weight", "loss": "loss", "decay": "decay"}  # objective.x -> a term's field
+TERM_VALUES = {
+    "rounds": "rounds",
+    "anchor": "weight",
+    "loss": "loss",
+    "decay": "decay",
+}  # objective.x -> a term's field
 
 
 def refuse_unknown(section: str, found, known):

@@ -75,7 +75,9 @@ class Tracker:
         except Exception as error:  # a tracker's library can raise anything, and training is worth more than a curve
             if not self._warned:
                 self._warned = True
-                _warn(f"{type(self).__name__} failed ({_short(error)}); the run goes on, metrics.jsonl has every number")
+                _warn(
+                    f"{type(self).__name__} failed ({_short(error)}); the run goes on, metrics.jsonl has every number"
+                )
 
 
 class Wandb(Tracker):
