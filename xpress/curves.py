@@ -37,8 +37,8 @@ def draw(metrics: Path, png: Path) -> None:
 
 
 def read(metrics: Path) -> list[dict]:
-    """The lines of a metrics.jsonl by step. A half-written line is left out; where a resumed run wrote a step again, the
-    later line wins, key by key."""
+    """The lines of a metrics.jsonl by step. A half-written line is left out; where a resumed run wrote a step
+    again, the later line wins, key by key."""
     by_step: dict[int, dict] = {}
     for line in Path(metrics).read_text(errors="replace").splitlines():
         try:

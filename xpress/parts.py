@@ -132,8 +132,8 @@ def make_terms(section: dict) -> list[Term]:
     for key, field in TERM_VALUES.items():
         if key in section and not any(field in term and term[field] == section[key] for term in section["terms"]):
             raise ValueError(
-                f"objective.{key}={section[key]}: no term has it as its {field}; drop the key with ~objective.{key}, or "
-                f"write {field}: ${{objective.{key}}} into a term"
+                f"objective.{key}={section[key]}: no term has it as its {field}; drop the key with ~objective.{key}, "
+                f"or write {field}: ${{objective.{key}}} into a term"
             )
     if not terms:
         raise ValueError("objective: no term is left, all have weight 0 or no rounds; nothing would be trained")

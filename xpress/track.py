@@ -51,7 +51,7 @@ def numbers(facts: dict) -> dict:
 
 
 class Tracker:
-    """Tracks nothing. The others write in `_write` and close in `_close`; what fails there is told once and forgotten."""
+    """Tracks nothing. Others write in `_write` and close in `_close`; what fails there is told once, then forgotten."""
 
     run_id: str | None = None
     _warned = False
@@ -90,17 +90,18 @@ class Wandb(Tracker):
         try:
             self.run = self._init(out, config, name, mode)
         except Exception as error:  # CommError, UsageError, AuthenticationError, ServerResponseError, …
+            reason = _short(error)
             try:
                 if mode != "offline":
                     self._forget()
                     self.run = self._init(out, config, name, "offline")
             except Exception as second:
-                error = second
+                reason = f"{reason}; offline: {_short(second)}"
             if self.run is None:
-                _warn(f"wandb cannot start ({_short(error)}); the run goes on without it")
+                _warn(f"wandb cannot start ({reason}); the run goes on without it")
             else:
                 _warn(
-                    f"wandb cannot track this run online ({_short(error)}); it is tracked offline. Send it later with: "
+                    f"wandb cannot track this run online ({reason}); it is tracked offline. Send it later with: "
                     f"wandb sync {self.run.settings.sync_dir}"
                 )
 
