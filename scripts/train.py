@@ -4,31 +4,17 @@ python scripts/train.py +exp=smollm2_135m out=outputs/my_run
 python scripts/train.py +exp=smollm2_135m out=outputs/my_run resume=true
 """
 
-import os
 import sys
 
 import hydra
 from tqdm import tqdm
 
-from xpress import build, report
-
-
-def tracker(raw, out):
-    """wandb where it was asked for, else nothing."""
-    if raw.wandb is False:
-        return None
-    import wandb
-
-    mode = os.environ.get("WANDB_MODE", raw.wandb)
-    config = build.OmegaConf.to_container(raw, resolve=True)
-    return wandb.init(project="xpress", dir=str(out), mode=mode, config=config)
+from xpress import build, curves, report, track
 
 
 @hydra.main(version_base=None, config_path="../configs", config_name="train")
 def main(cfg):
     try:
-        if cfg.wandb not in (False, "offline", "online"):
-            raise ValueError(f"wandb={cfg.wandb}: known are false, offline and online")
         run, provenance = build.training(cfg)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -37,15 +23,16 @@ def main(cfg):
     print(f"{len(run.rows)} rows, {tokens} response tokens, {trainable / 1e6:.2f} M parameters to train")
     chosen = {"target": cfg.target.name, "drafter": dict(cfg.drafter), "head": dict(cfg.head), "data": cfg.data.path}
     report.print_protocol({**chosen, **provenance["recipe"], **provenance["versions"]})
-    wandb_run = tracker(cfg, run.out)
+    config = build.OmegaConf.to_container(cfg, resolve=True)
+    main_process = run.accelerator.is_main_process  # one curve a run, not one a process
+    tracker = track.tracker(cfg.tracker if main_process else None, run.out, config, None, str(run.out), cfg.wandb_mode)
     bar = tqdm(total=run.settings.steps, initial=run.step, unit="step", mininterval=2.0, dynamic_ncols=True)
 
     def on_step(facts, total):
         bar.update()
         shown = {key.split("/")[1]: f"{value:.3f}" for key, value in facts.items() if "/" in key}
         bar.set_postfix(shown, refresh=False)
-        if wandb_run is not None:
-            wandb_run.log(facts, step=facts["step"])
+        tracker.log(facts, facts["step"])
 
     try:
         folder = run.fit(provenance, on_step)
@@ -56,9 +43,11 @@ def main(cfg):
         sys.exit(f"error: {error}")
     finally:
         bar.close()
-        if wandb_run is not None:
-            wandb_run.finish()
+        tracker.finish()
     print(f"checkpoint: {folder}")
+    if main_process:
+        curves.draw(run.out / "metrics.jsonl", run.out / "curves.png")
+        print(f"curves: {run.out / 'curves.png'}")
 
 
 if __name__ == "__main__":

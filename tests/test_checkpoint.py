@@ -14,6 +14,7 @@ from xpress import checkpoint, generate, load, save
 from xpress.checkpoint import CONFIG, PROVENANCE, WEIGHTS
 from xpress.data import Row
 from xpress.features import FeatureSource
+from xpress.heads import Refiner
 from xpress.loss import Term
 from xpress.train import Run, TrainSettings
 from xpress.trainee import Trainee
@@ -45,6 +46,13 @@ def rewrite(folder, change):
     save_file(tensors, folder / WEIGHTS)
 
 
+def rewrite_config(folder, change):
+    """Apply `change` to the head's section of a checkpoint's config."""
+    config = json.loads((folder / CONFIG).read_text())
+    change(config["head"])
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
 # --- there and back -------------------------------------------------------------------------------------------------
 
 
@@ -66,6 +74,23 @@ def test_round_trip_gives_the_same_tensors_and_tokens(tmp_path, name, layout, dt
                 assert torch.equal(weight, theirs.state_dict()[key]), key
     assert (head is None) == (found.head is None) and (head is None or head.config == found.head.config)
     assert tokens(target, found) == tokens(target, checkpoint.Checkpoint(drafter, head, {}, None))
+
+
+@pytest.mark.parametrize("off", ["use_h", "use_g", "use_mixer", "use_mlp"])
+def test_a_refiner_without_a_part_comes_back_without_it(target, tmp_path, off):
+    drafter = make_drafter(target)
+    sizes = checkpoint.head_sizes(drafter.config)
+    head = Refiner(**sizes, rank=8, **{off: False})
+    save(tmp_path / "c", drafter, head)
+    found = load(tmp_path / "c", target).head
+    assert getattr(found, off) is False and found.config == head.config
+    assert list(found.state_dict()) == list(head.state_dict()) and set(head.state_dict()) < set(
+        Refiner(**sizes).state_dict()
+    )
+    assert all(torch.equal(weight, found.state_dict()[key]) for key, weight in head.state_dict().items())
+    rewrite_config(tmp_path / "c", lambda section: section.pop(off))  # as if the part were on: its weights are missing
+    with pytest.raises(ValueError, match="missing|shape|size"):
+        load(tmp_path / "c", target)
 
 
 @pytest.mark.parametrize("name", NAMES)

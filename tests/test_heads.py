@@ -3,6 +3,8 @@
 Solvers are checked against `sweeps` and `serial`, two loops that call nothing but `head(hidden, prev_ids)`.
 """
 
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +40,12 @@ class OwnHead(CorrectionHead):
 
 
 KINDS = {**HEADS, "own": OwnHead, "folded": lambda *sizes: Refiner(*sizes)}
+FLAGS = ("use_h", "use_g", "use_mixer", "use_mlp")
+ABLATIONS = {  # "refiner gx": the refiner with g and the mixer, without h and the MLP
+    "refiner " + "".join(letter for letter, on in zip("hgxm", values) if on): dict(zip(FLAGS, values))
+    for values in product((True, False), repeat=4)
+}
+FORMS = {**KINDS, **{name: partial(Refiner, **flags) for name, flags in ABLATIONS.items()}}
 
 
 def head_for(name, block, std=0.5, seed=2, pure_slots=None):
@@ -45,7 +53,7 @@ def head_for(name, block, std=0.5, seed=2, pure_slots=None):
     B, V_draft = block.hidden.shape[1], V if block.draft_ids is None else len(block.draft_ids)
     pure_slots = block.layout.first_slot + 1 if pure_slots is None else pure_slots
     extra = {"gru_hidden_size": 12, "pure_slots": pure_slots} if name == "domino" else {}
-    head = KINDS[name](V, D, B, R, V_draft, **extra).to(block.hidden.dtype)
+    head = FORMS[name](V, D, B, R, V_draft, **extra).to(block.hidden.dtype)
     torch.manual_seed(seed)
     for weight in head.parameters():
         nn.init.normal_(weight, std=std)
@@ -77,12 +85,13 @@ def serial(block, head):
 
 
 every_head = pytest.mark.parametrize("name", KINDS)
+every_form = pytest.mark.parametrize("name", FORMS)
 both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 # --- the law of a head ------------------------------------------------------------------------------------------------
 
 
-@every_head
+@every_form
 @pytest.mark.parametrize("j", range(5))
 def test_causal_in_prev_ids(name, j):
     block = random_block(B=5)
@@ -94,7 +103,7 @@ def test_causal_in_prev_ids(name, j):
     assert change[j:].max() > 1e-3
 
 
-@every_head
+@every_form
 @given(N=st.integers(1, 4), B=st.integers(2, 6), seed=st.integers(0, 99), data=st.data())
 @settings(max_examples=10, deadline=None)
 def test_step_is_latent_slot_by_slot(name, N, B, seed, data):
@@ -157,10 +166,65 @@ def test_the_refiner_without_hidden_inputs_mixer_and_mlp_is_the_markov_head():
     assert torch.equal(refine(refiner, block, "auto").ids, refine(markov, block, "auto").ids)
 
 
+def test_with_every_part_off_nothing_but_the_markov_head_is_left():
+    """By flags, not by zeros: the parts are not there, no slot hears of another, no state is kept."""
+    block, prev = random_block(), torch.randint(V, (3, 5))
+    refiner, markov = head_for("refiner ", block), head_for("markov", block)
+    assert set(refiner.state_dict()) == {"token_embed.weight", "in_proj.weight", "readout.weight"}
+    markov.token_embed.weight.copy_(refiner.token_embed.weight @ refiner.in_proj.weight.T)
+    markov.readout.weight.copy_(refiner.readout.weight)
+    assert torch.allclose(refiner(block.hidden, prev), markov(block.hidden, prev), **EXACT)
+    for passes in (1, "auto", "sequential"):
+        assert torch.equal(refine(refiner, block, passes).ids, refine(markov, block, passes).ids)
+    assert refiner.step(refiner.prepare(block.hidden), prev[:, 0], 0, None)[1] is None
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablated_refiner_is_the_whole_one_with_that_part_zero(name):
+    """Its parameters are the whole one's without those of the parts that are off, in the same order of columns."""
+    block, prev, flags = random_block(), torch.randint(V, (3, 5)), ABLATIONS[name]
+    whole, part = head_for("refiner", block), head_for(name, block)
+    for weight, on in ((whole.down_h.weight, "use_h"), (whole.down_g.weight, "use_g"), (whole.mix_l, "use_mixer")):
+        weight.mul_(flags[on])
+    whole.mlp_down.weight.mul_(flags["use_mlp"])
+    kept = dict(whole.state_dict())
+    columns = zip(kept["in_proj.weight"].split(R, 1), (flags["use_h"], flags["use_g"], True))
+    kept["in_proj.weight"] = torch.cat([column for column, on in columns if on], 1)
+    gone = {"down_h": "use_h", "down_g": "use_g", "mix_l": "use_mixer"}
+    gone |= {"mlp_gate": "use_mlp", "mlp_up": "use_mlp", "mlp_down": "use_mlp"}
+    part.load_state_dict({key: w for key, w in kept.items() if flags.get(gone.get(key.split(".")[0]), True)})
+    expected = whole(block.hidden, prev)
+    assert torch.allclose(part(block.hidden, prev), expected, rtol=1e-12, atol=1e-10)  # rounding of logits up to 1e3
+    assert {flag: part.config[flag] for flag in FLAGS} == flags
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_weight_of_an_ablated_refiner_is_used(name):
+    """A parameter without a gradient stops a run on two processes."""
+    block, prev = random_block(), torch.randint(V, (3, 5))
+    head = head_for(name, block).requires_grad_(True)
+    head(block.hidden, prev).square().sum().backward()
+    assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in head.parameters())
+
+
+def test_the_flags_leave_the_start_of_the_whole_refiner_as_it_was():
+    """One seed, one start: the draws come in the order mixer, then modules as they are made."""
+    torch.manual_seed(7)
+    head = Refiner(V, D, 5, R)
+    torch.manual_seed(7)
+    made = [nn.Embedding(V, R), *(nn.Linear(*s, bias=False) for s in ((D, R), (D, R), (3 * R, R), (R, 2 * R)))]
+    made += [nn.Linear(*s, bias=False) for s in ((R, 2 * R), (2 * R, R), (R, V))]
+    nn.init.normal_(torch.empty(R, 5, 5), std=0.02)
+    for module, weight in zip(made, list(head.parameters())[1:], strict=True):
+        assert torch.equal(nn.init.normal_(module.weight, std=0.02), weight)
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
 @both_layouts
-def test_the_folded_form_is_the_plain_form(layout):
+def test_the_folded_form_is_the_plain_form(layout, name):
     block, prev = random_block(layout=layout), torch.randint(V, (3, 5))
-    plain, folded = head_for("refiner", block, std=0.2), head_for("folded", block, std=0.2)
+    plain = head_for(name, block, std=0.2)
+    folded = plain.folded()
     one, two = plain.prepare(block.hidden), folded.prepare(block.hidden)
     assert torch.allclose(folded.latent(two, prev), plain.latent(one, prev), **EXACT)
     a = b = None

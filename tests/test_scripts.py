@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from safetensors.torch import load_file
 
-from xpress import Target, build, load, prompts
+from xpress import Target, build, load, parts, prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY = ["+exp=tiny", "drafter.mask_token_id=299", "max_length=512", "steps=2"]
@@ -74,7 +74,7 @@ def ran(commands, toys):
         ("train.py", *qwen3, *small, "log_every=1", "save_every=1", "out=z-run"),
     )
     sweep, found = commands.together(
-        (*toy, "out=sweep", "lr=1e-3,1e-4", "seed=0,1", "wandb=offline", "--multirun"),
+        (*toy, "out=sweep", "lr=1e-3,1e-4", "seed=0,1", "tracker=wandb", "wandb_mode=offline", "--multirun"),
         ("eval_tau.py", "checkpoint=../run", "out=results", *ENOUGH),
         cwd=toys.at / "elsewhere",
     )
@@ -149,6 +149,10 @@ def test_a_sweep_leaves_four_runs_apart(ran, toys):
         assert {build.RUN_CONFIG, "metrics.jsonl", "checkpoint"} <= {path.name for path in folder.iterdir()}
     recipes = [load(folder).provenance["recipe"] for folder in folders]
     assert {(r["lr"], r["seed"]) for r in recipes} == {(1e-3, 0), (1e-3, 1), (1e-4, 0), (1e-4, 1)}
+    assert {json.loads((folder / "tracker.json").read_text())["run_id"] for folder in folders} == {
+        path.name.rpartition("-")[2] for path in toys.at.rglob("offline-run-*")
+    }
+    assert all((folder / "curves.png").stat().st_size > 10_000 for folder in folders)
     tracked = {path.name.rpartition("-")[2] for path in toys.at.rglob("offline-run-*")}
     assert len(tracked) == 4
 
@@ -208,6 +212,17 @@ BAD = [
     ("train", "+objective.typo=1", "unknown key objective.typo"),
     ("train", "+head.typo=1", "Refiner.*typo"),
     ("train", "objective.terms=[{{name: a, feed: gold, wheight: 1}}]", "unknown key objective.terms.wheight"),
+    (
+        "train",
+        "objective.terms=[{{name: a, feed: gold}}]",
+        "objective.rounds=3: no term has it as its rounds; drop the",
+    ),
+    ("train", "objective.rounds=-1", "objective term consistency: rounds=-1"),
+    ("train", "objective.anchor=[1]", "objective term anchor: weight=.1."),
+    ("train", "objective.loss={{ce: 0, l1: 0.0}}", "objective term refined: loss=.* is zero; give ce or l1 a weight"),
+    ("train", "head=own", "head._target_ is not given; add head._target_="),
+    ("train", "tracker=wandbb", "tracker=wandbb: known are null, wandb and tensorboard"),
+    ("train", "wandb_mode=maybe", "wandb_mode=maybe: known are null, offline and online"),
     ("train", "data.path=nowhere", "data.path=nowhere: no rows there"),
     ("train", "target.name={qwen3}", "data.path=rows: the rows are answers of .*llama"),
     ("train", "target.name=nowhere", "target=nowhere: no such folder"),
@@ -270,6 +285,84 @@ def test_hydra_refuses_a_key_that_no_config_has():
     for override in ("lr_typo=1", "drafter.typo=1"):
         with pytest.raises(ConfigCompositionException, match=override.partition("=")[0]):
             configured("train", override)
+
+
+# --- ablations: one key each ------------------------------------------------------------------------------------------
+
+
+def terms_of(*overrides) -> dict:
+    """The terms that training would use, by name."""
+    return {term.name: term for term in parts.make_terms(build.plain(configured("train", *overrides).objective, ALL))}
+
+
+ALL = {"terms", *parts.TERM_VALUES}
+XPRESS = ("refined", "consistency", "anchor")
+
+
+def test_the_xpress_objective_is_the_published_one():
+    terms = terms_of()
+    assert tuple(terms) == XPRESS and [term.feed for term in terms.values()] == ["gold", "self", "none"]
+    assert [term.weight for term in terms.values()] == [1.0, 0.3, [0.6, 0.2]] and terms["consistency"].rounds == 3
+    assert {(term.loss["ce"], term.loss["l1"], term.decay) for term in terms.values()} == {(0.1, 0.9, 4.0)}
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_rounds_of_self_feeding_are_one_key(rounds):
+    terms = terms_of(f"objective.rounds={rounds}")
+    assert tuple(terms) == XPRESS and [term.rounds for term in terms.values()] == [1, rounds, 1]
+
+
+@pytest.mark.parametrize(
+    "override, left",
+    [
+        ("objective.rounds=0", ("refined", "anchor")),
+        ("objective.anchor=0", ("refined", "consistency")),
+        ("objective.anchor=[0,0.0]", ("refined", "consistency")),
+        ("objective.anchor=[0.5,0]", XPRESS),
+    ],
+)
+def test_a_term_that_never_counts_is_left_out(override, left):
+    assert tuple(terms_of(override)) == left
+
+
+@pytest.mark.parametrize("ce, l1", [(1.0, 0.0), (0.0, 1.0)])
+def test_one_key_changes_the_loss_of_every_term(ce, l1):
+    terms = terms_of(f"objective.loss={{ce: {ce}, l1: {l1}}}", "objective.decay=null")
+    assert tuple(terms) == XPRESS and all(t.loss == {"ce": ce, "l1": l1} and t.decay is None for t in terms.values())
+
+
+@pytest.mark.parametrize("objective", [path.stem for path in (ROOT / "configs" / "objective").glob("*.yaml")])
+def test_every_objective_can_be_made_and_none_takes_a_value_that_it_does_not_use(objective):
+    assert terms_of(f"objective={objective}")
+    if objective != "xpress":
+        with pytest.raises(ValueError, match="objective.rounds=2: no term has it as its rounds"):
+            terms_of(f"objective={objective}", "+objective.rounds=2")
+
+
+def test_an_objective_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="no term is left"):
+        parts.make_terms(
+            {"terms": [{"name": "a", "feed": "self", "rounds": 0}, {"name": "b", "feed": "gold", "weight": 0}]}
+        )
+    with pytest.raises(ValueError, match="objective term b: rounds=0"):
+        parts.make_terms({"terms": [{"name": "b", "feed": "gold", "rounds": 0}]})
+    with pytest.raises(ValueError, match="objective term a: feed='silver'"):
+        parts.make_terms({"terms": [{"name": "a", "feed": "silver", "weight": 0}]})
+
+
+@pytest.mark.parametrize("head", ["xpress", "xpress_r64", "xpress_tiny"])
+def test_parts_of_the_refiner_are_keys_that_no_other_head_sees(head):
+    flags = ("use_h", "use_g", "use_mixer", "use_mlp")
+    for flag in flags:
+        chosen = configured("train", "+exp=smollm2_135m", f"head={head}", f"head.{flag}=false").head
+        assert {name: chosen[name] for name in flags} == {name: name != flag for name in flags}
+        assert chosen.rank == {"xpress": 256, "xpress_r64": 64, "xpress_tiny": 8}[head]
+    for other in {path.stem for path in (ROOT / "configs" / "head").glob("*.yaml")} - {
+        "xpress",
+        "xpress_r64",
+        "xpress_tiny",
+    }:
+        assert not set(flags) & set(configured("train", "+exp=smollm2_135m", f"head={other}").head)
 
 
 def test_a_used_folder_needs_resume_and_a_finished_run_has_nothing_to_resume(program, toys):

@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from xpress import checkpoint, data, evaluate, parts, prompts
+from xpress import checkpoint, data, evaluate, parts, prompts, track
 from xpress.features import FeatureSource
 from xpress.files import write_json
 from xpress.parts import find, from_anywhere, refuse_unknown, versions
@@ -28,7 +28,8 @@ from xpress.trainee import Trainee
 
 RUN_CONFIG = "config.yaml"  # of a run's folder; a checkpoint has config.json
 DATA_KEYS = {"path", "limit"}
-TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking", "wandb"}
+TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking"}
+TRAIN_KEYS |= {"tracker", "wandb_mode"}
 EVAL_KEYS = {"checkpoint", "bare", "target", "bench", "data_dir", "samples", "passes", "protocol", "out", "device"}
 EVAL_KEYS |= {"max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
 GENERATE_KEYS = {"target", "prompts", "data_dir", "samples", "out", "max_new_tokens", "batch_size", "temperature"}
@@ -36,7 +37,10 @@ GENERATE_KEYS |= {"top_p", "seed", "thinking", "device"}
 
 
 def plain(cfg: DictConfig, known: set[str]) -> dict:
-    """The configuration as a dict. Raises ValueError for keys that nothing reads."""
+    """The configuration as a dict. Raises ValueError for keys that nothing reads, and for those still to be given."""
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ValueError(f"{missing[0]} is not given; add {missing[0]}=…")
     found = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     refuse_unknown("", found, known)
     return found
@@ -71,6 +75,7 @@ def training(cfg: DictConfig) -> tuple[Run, dict]:
     raw = plain(cfg, TRAIN_KEYS | fields)
     settings = TrainSettings(**{key: raw[key] for key in fields & raw.keys()})
     terms = parts.make_terms(raw["objective"])
+    track.check(raw["tracker"], raw["wandb_mode"])
     refuse_unknown("data", raw["data"], DATA_KEYS)
     state = PartialState(cpu=parts.device_of(raw["device"]) == "cpu")
     with state.main_process_first():  # one process claims the folder for all

@@ -28,6 +28,12 @@ REPO = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
 TARGET_KEYS = {"name", "dtype", "revision"}
+TERM_VALUES = {
+    "rounds": "rounds",
+    "anchor": "weight",
+    "loss": "loss",
+    "decay": "decay",
+}  # objective.x -> a term's field
 
 
 def refuse_unknown(section: str, found, known):
@@ -108,11 +114,29 @@ def make_head(section: dict | None, drafter: DFlashDrafter, target: Target):
 
 
 def make_terms(section: dict) -> list[Term]:
-    refuse_unknown("objective", section, {"terms"})
+    """The terms of an objective; those of 0 rounds or of weight 0 throughout are left out.
+
+    rounds, anchor, loss and decay beside `terms` are values that terms refer to, so that one key changes them all.
+    Raises ValueError for a value that no term has, for a loss that is all zero, and where no term is left.
+    """
+    refuse_unknown("objective", section, {"terms", *TERM_VALUES})
     terms = []
     for term in section["terms"]:
         refuse_unknown("objective.terms", term, {field.name for field in dataclasses.fields(Term)})
-        terms.append(Term(**term))
+        unrolled = term.get("rounds") != 0 or term.get("feed") != "self"
+        made = Term(**(term if unrolled else {**term, "rounds": 1}))  # what is left out must be well written too
+        if not any(made.loss.values()):
+            raise ValueError(f"objective term {made.name}: loss={made.loss} is zero; give ce or l1 a weight")
+        if unrolled and any(made.weight if isinstance(made.weight, list) else [made.weight]):
+            terms.append(made)
+    for key, field in TERM_VALUES.items():
+        if key in section and not any(field in term and term[field] == section[key] for term in section["terms"]):
+            raise ValueError(
+                f"objective.{key}={section[key]}: no term has it as its {field}; drop the key with ~objective.{key}, "
+                f"or write {field}: ${{objective.{key}}} into a term"
+            )
+    if not terms:
+        raise ValueError("objective: no term is left, all have weight 0 or no rounds; nothing would be trained")
     return terms
 
 
