@@ -16,7 +16,7 @@ FLOORS = [
     ["refine", "verify"],
     ["decode", "anchors", "loss"],
     ["metrics", "prompts", "data", "generate", "checkpoint", "interop", "evaluate", "report", "curves", "track"]
-    + ["features", "trainee", "plan", "train"],
+    + ["batches", "features", "feature_cache", "trainee", "recipe", "state", "meter", "launch", "plan", "train"],
     ["parts", "build", "replay", "serve", ""],  # "" is the package's own __init__
 ]
 ORDER = {name: place for place, name in enumerate(name for floor in FLOORS for name in floor)}

@@ -1,7 +1,7 @@
 """Training blocks: where they start, what they may see, what they are trained to say.
 
-A anchors a sequence are drawn without replacement from (seed, epoch, row id), never from the rank, among positions
-whose token and next token are supervised in the same document. A block sees target features strictly before its
+At most max_anchors a sequence are drawn without replacement from (seed, epoch, row id), never from the rank or from
+what else shares the batch, among positions whose token and next token are supervised in the same document. A block sees target features strictly before its
 anchor, by position, of its own document, and its own slots. Its labels stop counting at the first unsupervised token.
 """
 
@@ -21,13 +21,14 @@ PADDING = -1  # document id of padding
 @dataclass(frozen=True)
 class Batch:
     """S sequences of T tokens. ids, positions, documents [S,T] (positions restart with each document; documents of
-    padding are PADDING); supervised [S,T]: tokens that the target generated; row_ids: one stable name a sequence."""
+    padding are PADDING); supervised [S,T]: tokens that the target generated; row_ids: for each sequence the stable
+    names of its documents."""
 
     ids: Tensor
     positions: Tensor
     documents: Tensor
     supervised: Tensor
-    row_ids: list[str]
+    row_ids: list[tuple[str, ...]]
 
     def to(self, device) -> Batch:
         tensors = (t.to(device) for t in (self.ids, self.positions, self.documents, self.supervised))
@@ -53,24 +54,36 @@ class Anchors:
     def num_blocks(self) -> int:
         return int(self.valid.sum())
 
+    def to(self, device) -> Anchors:
+        return Anchors(**{name: value.to(device) for name, value in vars(self).items()})
 
-def candidates(batch: Batch) -> Tensor:
-    """[S,T]: positions that may open a block."""
+
+def candidates(batch: Batch, span: int = 1) -> Tensor:
+    """[S,T]: positions that may open a block: supervised, as are the next `span` tokens of the same document."""
     good = batch.supervised & (batch.documents != PADDING)
-    can = torch.zeros_like(good)
-    can[:, :-1] = good[:, :-1] & good[:, 1:] & (batch.documents[:, :-1] == batch.documents[:, 1:])
+    can = good.clone()
+    for k in range(1, span + 1):
+        can[:, -k:] = False
+        can[:, :-k] &= good[:, k:] & (batch.documents[:, :-k] == batch.documents[:, k:])
     return can
 
 
-def draw(batch: Batch, max_anchors: int, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
-    """-> index [S,A] ascending, valid [S,A], A ≤ max_anchors the most that any sequence of the batch has."""
+def draw(batch: Batch, max_anchors: int, seed: int, epoch: int, span: int = 1) -> tuple[Tensor, Tensor]:
+    """-> index [S,A] ascending, valid [S,A], A ≤ max_anchors the most that any sequence of the batch has.
+
+    Every candidate of a document gets a random number from (seed, epoch, row id); a sequence keeps its smallest.
+    """
     chosen = []
-    for row_id, can in zip(batch.row_ids, candidates(batch).cpu()):
-        places = can.nonzero()[:, 0]
-        key = hashlib.blake2b(f"{seed}/{epoch}/{row_id}".encode(), digest_size=8).digest()
-        random = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
-        picked = places[torch.randperm(len(places), generator=random)[:max_anchors]]
-        chosen.append(picked.sort().values)
+    for names, documents, can in zip(batch.row_ids, batch.documents.cpu(), candidates(batch, span).cpu()):
+        places, numbers = [], []
+        for d, name in enumerate(names):
+            own = (can & (documents == d)).nonzero()[:, 0]
+            key = hashlib.blake2b(f"{seed}/{epoch}/{name}".encode(), digest_size=8).digest()
+            random = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+            places.append(own)
+            numbers.append(torch.rand(len(own), generator=random, dtype=torch.float64))
+        picked = torch.cat(numbers).argsort()[:max_anchors]
+        chosen.append(torch.cat(places)[picked].sort().values)
     index = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1)
     return index.clamp(min=0).to(batch.ids.device), (index >= 0).to(batch.ids.device)
 

@@ -66,21 +66,35 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
-def save(path: str | Path, drafter: DFlashDrafter, head: CorrectionHead | None = None, provenance: dict | None = None):
-    """Write a checkpoint folder, whole or not at all."""
-    config = drafter.config.to_json() | {"dtype": str(drafter.fc.weight.dtype).removeprefix("torch.")}
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in drafter.state_dict().items()}
+def save(path: str | Path, drafter, head=None, provenance: dict | None = None, tensors: dict | None = None):
+    """Write a checkpoint folder, whole or not at all; `tensors` where they are gathered already."""
+    tensors = tensors_of(drafter, head) if tensors is None else tensors
+    with new_folder(Path(path)) as folder:
+        write(folder, drafter, head, tensors, provenance)
+
+
+def tensors_of(drafter: DFlashDrafter, head: CorrectionHead | None) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds, on the CPU. Sharded parameters are gathered: then all processes call it together."""
+    both = drafter.state_dict() | ({} if head is None else {f"head.{k}": v for k, v in head.state_dict().items()})
+    tensors = {}
+    for name, weight in both.items():
+        full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        tensors[name] = full.detach().cpu().contiguous()
     tensors["fc.weight"] = _scaled(tensors["fc.weight"], drafter.config.feature_scale)
     if drafter.draft_ids is not None:
         ids = drafter.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
+    return tensors
+
+
+def write(folder: Path, drafter, head, tensors: dict[str, torch.Tensor], provenance: dict | None = None):
+    """The files of a checkpoint into a folder that is there."""
+    config = drafter.config.to_json() | {"dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
     if head is not None:
         config["head"] = head.config
-        tensors.update({f"head.{k}": v.detach().cpu().contiguous() for k, v in head.state_dict().items()})
-    with new_folder(Path(path)) as folder:
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        write_json(folder / CONFIG, config)
-        write_json(folder / PROVENANCE, provenance or {})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_json(folder / CONFIG, config)
+    write_json(folder / PROVENANCE, provenance or {})
 
 
 def _scaled(fc: torch.Tensor, scale, power: float = 1.0) -> torch.Tensor:

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from xpress.anchors import PADDING, Batch
 from xpress.files import write_json, write_text
 from xpress.prompts import Prompt, read_jsonl, render, stop_ids, template_facts, user
 
@@ -238,16 +237,3 @@ def frequent_ids(rows: list[Row], size: int, vocab_size: int, always=()) -> list
     counts = torch.bincount(ids, minlength=vocab_size)
     counts[list(always)] = counts.max() + 1
     return sorted(counts.sort(descending=True, stable=True).indices[:size].tolist())
-
-
-def collate(rows: list[Row], max_length: int) -> Batch:
-    """Rows -> Batch, one document a sequence, padded on the right, cut at max_length."""
-    ids = [(row.prompt_ids + row.response_ids)[:max_length] for row in rows]
-    T = max(map(len, ids))
-    full = lambda value: torch.full((len(rows), T), value)  # noqa: E731
-    tokens, documents, supervised = full(0), full(PADDING), full(False)
-    for i, (row, own) in enumerate(zip(rows, ids)):
-        tokens[i, : len(own)] = torch.tensor(own)
-        documents[i, : len(own)] = 0
-        supervised[i, len(row.prompt_ids) : len(own)] = True
-    return Batch(tokens, torch.arange(T).repeat(len(rows), 1), documents, supervised, [row.id for row in rows])

@@ -10,12 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_text(path: Path, text: str) -> None:
-    """Never half a file."""
+@contextmanager
+def new_file(path: Path):
+    """Yields a temporary name that becomes `path` when it is written; gone where writing fails."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.rename(path)
+    try:
+        yield temporary
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Never half a file."""
+    with new_file(path) as temporary:
+        temporary.write_text(text)
 
 
 def write_json(path: Path, content) -> None:

@@ -138,6 +138,10 @@ class Target:
         parts = [at_least_fp32(self.lm_head(part)).logsumexp(-1) for part in flat.split(chunk)]
         return torch.cat(parts).view(last.shape[:-1]) if parts else last.new_zeros(last.shape[:-1])
 
+    def release_layers(self):
+        """Frees the decoder layers, for training from cached features: embedding and lm_head stay."""
+        self.body.layers.to("meta")
+
     # --- capturing --------------------------------------------------------------------------------------------------
 
     def capture(self, layer_ids):

@@ -1,4 +1,4 @@
-"""A training run: data order, optimiser steps, states that can be resumed, the finished checkpoint.
+"""A training run: optimiser steps, evaluation on held-out rows, states that can be resumed, the finished checkpoint.
 
 The loss of an optimiser step is divided by the sum of masked weights of the whole step, over micro-batches and ranks.
 Anchors and data order are functions of (seed, epoch, row id), so a run can be resumed at any step.
@@ -8,73 +8,53 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import signal
 import threading
 import time
+import uuid
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
 
-from xpress import checkpoint
-from xpress.anchors import Anchors, Batch, candidates, draw, lay_out
-from xpress.data import Row, collate
-from xpress.features import FeatureSource
-from xpress.files import write_json
+from xpress import checkpoint, state
+from xpress.anchors import Anchors, Batch, draw, lay_out
+from xpress.batches import Order, collate
+from xpress.data import Row
+from xpress.files import write_json, write_text
+from xpress.launch import make_accelerator
+from xpress.meter import Meter
+from xpress.recipe import TrainSettings
 from xpress.trainee import Trainee
 
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """batch_size: sequences a micro-batch and process; accumulation: micro-batches a step; lr for the head, times
-    drafter_lr_scale for the drafter; warmup: share of the steps; every interval counts optimiser steps."""
-
-    steps: int
-    batch_size: int = 4
-    accumulation: int = 1
-    max_anchors: int = 32
-    max_length: int = 4096
-    lr: float = 6e-4
-    drafter_lr_scale: float = 1.0
-    weight_decay: float = 0.0
-    betas: tuple = (0.9, 0.95)
-    warmup: float = 0.04
-    clip: float = 1.0
-    precision: str = "no"
-    chunk: int = 128
-    log_every: int = 10
-    save_every: int = 500
-    keep_features: bool = False
-    train_drafter: bool = True
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("steps", "batch_size", "accumulation", "max_anchors", "chunk", "log_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.precision not in ("no", "bf16"):
-            raise ValueError(f"precision={self.precision!r}: known are no (fp32) and bf16 (autocast over fp32 weights)")
-
-    def lr_at(self, step: int) -> float:
-        """Linear warm-up, then cosine to 0; `step` counts finished steps."""
-        warm = max(1, round(self.warmup * self.steps))
-        if step < warm:
-            return self.lr * (step + 1) / warm
-        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
+HELD_OUT = -1  # the epoch whose anchors evaluation uses: always the same
 
 
 class Run:
-    """A training run in its folder: metrics.jsonl, resumable states `step-N`, and at the end `checkpoint`."""
+    """A training run in its folder: metrics.jsonl, states `step-N`, the best checkpoint, and at the end `checkpoint`.
 
-    def __init__(self, out: Path, trainee: Trainee, rows: list[Row], source: FeatureSource, settings: TrainSettings):
+    source: Batch -> (Features, log_norm). held_out: rows that are evaluated on. facts: what else a resumed run must
+    have in common with this one (target, data, objective, …).
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        trainee: Trainee,
+        rows: list[Row],
+        source: Callable,
+        settings: TrainSettings,
+        held_out: list[Row] = (),
+        facts: dict | None = None,
+        device: str | torch.device = "cpu",
+    ):
         self.out, self.rows, self.source, self.settings = Path(out), rows, source, settings
-        on_cpu = torch.device(source.target.device).type == "cpu"
-        self.accelerator = Accelerator(mixed_precision=settings.precision, cpu=on_cpu)
+        self.held_out = list(held_out)
+        self.accelerator = make_accelerator(settings.precision, torch.device(device).type == "cpu")
         head = list(trainee.head.parameters()) if trainee.head is not None else []
         groups = [{"params": head, "scale": 1.0}] if head else []
         if settings.train_drafter:
@@ -82,153 +62,238 @@ class Run:
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
         trainee.to(self.accelerator.device)
         self.trainee = trainee
+        if settings.compile:
+            trainee.compile_parts()
         self.module, self.optimizer = self.accelerator.prepare(trainee, optimizer)
-        self.step = 0
-        self.rows_per_step = settings.batch_size * settings.accumulation * self.accelerator.num_processes
-        if len(rows) < self.rows_per_step:
-            raise ValueError(
-                f"data: {len(rows)} rows are fewer than one step takes ({self.rows_per_step}); lower batch_size or "
-                "accumulation, or generate more"
-            )
+        processes = self.accelerator.num_processes
+        per_step = settings.batch_size * settings.accumulation * processes
+        self.order = Order(rows, per_step, settings.seed, settings.max_length, settings.packing)
+        self.facts = {
+            **(facts or {}),
+            **{name: getattr(settings, name) for name in settings.__dataclass_fields__},
+            "betas": list(settings.betas),
+            "processes": processes,
+            "sequences_per_step": per_step,
+        }
+        self.step, self.best, self.run_id, self.spent = 0, None, uuid.uuid4().hex[:12], 0.0
+        self.asked: list[int] = []  # signals that arrived
+        torch.manual_seed(settings.seed * 1000 + 7 + self.accelerator.process_index)  # for heads that draw
 
     # --- one optimiser step -------------------------------------------------------------------------------------
 
     def micro_batches(self, step: int) -> list[tuple[Batch, Anchors]]:
-        """This rank's batches of a step, with their blocks; the same for every world size up to the order of rows."""
-        steps_per_epoch = len(self.rows) // self.rows_per_step
-        epoch, place = divmod(step, steps_per_epoch)
-        order = torch.randperm(
-            len(self.rows), generator=torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
-        ).tolist()
-        chosen = order[place * self.rows_per_step : (place + 1) * self.rows_per_step]
+        """This rank's batches of a step, with their blocks."""
+        epoch, chosen = self.order.sequences(step)
         chosen = chosen[self.accelerator.process_index :: self.accelerator.num_processes]
-        size, batches = self.settings.batch_size, []
-        for i in range(0, len(chosen), size):
-            batch = collate([self.rows[j] for j in chosen[i : i + size]], self.settings.max_length)
-            index, valid = draw(batch, self.settings.max_anchors, self.settings.seed, epoch)
-            batches.append((batch, lay_out(batch, index, valid, self.trainee.drafter.config.num_draft)))
-        return batches
+        size = self.settings.batch_size
+        return [self._batch(chosen[i : i + size], epoch) for i in range(0, len(chosen), size)]
+
+    def _batch(self, sequences, epoch: int, span: int = 1) -> tuple[Batch, Anchors]:
+        batch = collate(sequences, self.settings.max_length)
+        index, valid = draw(batch, self.settings.max_anchors, self.settings.seed, epoch, span)
+        return batch, lay_out(batch, index, valid, self.trainee.drafter.config.num_draft)
+
+    def _forward(self, batch: Batch, anchors: Anchors, **options):
+        batch, anchors = batch.to(self.accelerator.device), anchors.to(self.accelerator.device)
+        features, log_norm = self.source(batch)
+        return self.module(batch, anchors, features, log_norm, **options)
 
     def train_step(self, measure: bool = False) -> dict:
-        """One optimiser step -> what happened in it."""
-        settings, device = self.settings, self.accelerator.device
-        progress = self.step / settings.steps
+        """One optimiser step -> what happened in it. With `measure` a head that the objective never lets feed itself
+        runs two passes more, so that its drafts are seen."""
+        settings, trainee = self.settings, self.trainee
         batches = self.micro_batches(self.step)
-        totals = self.accelerator.reduce(sum(self.trainee.weight_sums(a) for _, a in batches).to(device), "sum")
-        scale = torch.tensor([t.weight_at(progress) for t in self.trainee.terms], device=device) / totals.clamp(
-            min=1e-12
-        )
+        meter = Meter(trainee, self.accelerator)
+        weights = sum(trainee.weight_sums(anchors) for _, anchors in batches).to(self.accelerator.device)
+        weights = self.accelerator.reduce(weights, "sum")
+        progress = self.step / settings.steps
+        scale = [t.weight_at(progress) / max(w, 1e-12) for t, w in zip(trainee.terms, weights.tolist())]
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr_at(self.step) * group["scale"]
-        sums, runs = torch.zeros_like(totals), {}
         for i, (batch, anchors) in enumerate(batches):
-            batch, anchors = batch.to(device), Anchors(**{k: v.to(device) for k, v in vars(anchors).items()})
-            features, log_norm = self.source(batch)
             last = i + 1 == len(batches)
             with nullcontext() if last else self.accelerator.no_sync(self.module):
-                part, _, found = self.module(batch, anchors, features, log_norm, measure)
-                # DDP averages gradients over ranks, the weight sums are global already
-                self.accelerator.backward((part * scale).sum() * self.accelerator.num_processes)
-            sums += part.detach()
-            for name, (total, count) in found.items():
-                old = runs.get(name, (0.0, 0))
-                runs[name] = (old[0] + total, old[1] + count)
+                outcome = self._forward(batch, anchors, scale=scale, passes=2 * measure)
+                # gradients are averaged over ranks, the weight sums are global already
+                self.accelerator.backward(outcome.total * self.accelerator.num_processes)
+            meter.add(outcome, batch, anchors)
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), settings.clip)
-        losses = self.accelerator.reduce(sums, "sum") / totals.clamp(min=1e-12)
-        if not torch.isfinite(losses).all() or not math.isfinite(float(norm)):
-            bad = [t.name for t, loss in zip(self.trainee.terms, losses) if not math.isfinite(float(loss))]
-            names = [name for batch, _ in batches for name in batch.row_ids]
-            raise FloatingPointError(
-                f"step {self.step + 1}: {', '.join(bad) or 'the gradient'} is not finite, rows {names}; lower lr, or "
-                "look at these rows"
-            )
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        facts = meter.facts(stop=bool(self.asked))
+        if not all(map(math.isfinite, [norm, *(v for k, v in facts.items() if k.startswith("loss/"))])):
+            self._stop_at_nonsense(facts, batches)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        facts = {"step": self.step, "lr": settings.lr_at(self.step - 1), "grad_norm": float(norm)}
-        facts |= {f"loss/{t.name}": float(loss) for t, loss in zip(self.trainee.terms, losses)}
-        facts["blocks"] = sum(a.num_blocks for _, a in batches)
-        facts |= {f"tau/{name}": 1 + total / count for name, (total, count) in runs.items() if count}
-        return facts
+        place = {"step": self.step, "epoch": self.order.place(self.step - 1)[0], "lr": settings.lr_at(self.step - 1)}
+        return {**place, "grad_norm": norm, **facts}
+
+    def _stop_at_nonsense(self, facts: dict, batches):
+        names = gather_object([name for batch, _ in batches for ids in batch.row_ids for name in ids])
+        bad = [k[5:] for k, v in facts.items() if k.startswith("loss/") and not math.isfinite(v)]
+        raise FloatingPointError(
+            f"step {self.step + 1}: {', '.join(bad) or 'the gradient'} is not finite, rows {names}; lower lr, or "
+            "look at these rows"
+        )
+
+    # --- held-out rows ------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict:
+        """Losses on held-out rows, and the free-running tau and accept rates of the head at its fixed point (G passes)
+        and of the bare drafter, over blocks that lie whole in an answer. Leaves mode and random state as they were."""
+        ranks, size, G = self.accelerator.num_processes, self.settings.batch_size, self.trainee.drafter.config.num_draft
+        rows = self.held_out[: len(self.held_out) // ranks * ranks][self.accelerator.process_index :: ranks]
+        meter, training = Meter(self.trainee, self.accelerator), self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                for i in range(0, len(rows), size):
+                    batch, anchors = self._batch(rows[i : i + size], HELD_OUT, G)
+                    meter.add(self._forward(batch, anchors, passes=G), batch, anchors)
+        finally:
+            self.module.train(training)
+        return {f"eval/{name}": value for name, value in meter.facts().items() if "/" in name}
+
+    def _evaluate_and_keep_best(self, provenance: dict) -> dict:
+        found = self.evaluate()
+        score = found.get("eval/tau/head", found.get("eval/tau/drafter"))
+        if self.step and score is not None and (self.best is None or score > self.best["tau"]):
+            self.best = {"step": self.step, "tau": score}
+            self._try_to_save("best", lambda: self._write(f"best-{self.step:07d}", provenance | {"metrics": found}))
+        return found
 
     # --- the whole run ------------------------------------------------------------------------------------------
 
     def fit(self, provenance: dict, on_step: Callable = lambda facts, total: None) -> Path:
         """Train to the last step -> the checkpoint's folder.
 
-        Ctrl-C or SIGTERM ends the step, saves its state, and then raises KeyboardInterrupt.
+        Ctrl-C or SIGTERM ends the step, saves its state, and then raises KeyboardInterrupt. A disk that is full at a
+        save costs that save, not the run; at the end it is an OSError, and the newest state still goes on.
         """
         self.out.mkdir(parents=True, exist_ok=True)
-        started, log, facts = time.perf_counter(), self.out / "metrics.jsonl", {}
+        main, settings, facts = self.accelerator.is_main_process, self.settings, {}
+        due = lambda every: every and self.step % every == 0  # noqa: E731
         self.module.train()
-        with interrupts() as asked:
-            while self.step < self.settings.steps:
-                measure = (self.step + 1) % self.settings.log_every == 0 or self.step + 1 == self.settings.steps
+        if settings.eval_every and self.held_out and not self.step:
+            self._log({"step": 0, "seconds": 0.0, **self.evaluate()})
+        pace = Pace(self.spent)
+        with interrupts() as self.asked:
+            while self.step < settings.steps:
+                next_step = self.step + 1
+                measure = next_step % settings.log_every == 0 or next_step == settings.steps
                 facts = self.train_step(measure)
-                facts["seconds"] = round(time.perf_counter() - started, 3)
-                if self.accelerator.is_main_process:
-                    if measure:
-                        with open(log, "a") as file:
-                            file.write(json.dumps(facts) + "\n")
-                    on_step(facts, self.settings.steps)
-                unfinished = self.step < self.settings.steps
-                if unfinished and (asked or self.step % self.settings.save_every == 0):
+                stop, unfinished = facts.pop("stop"), self.step < settings.steps
+                facts |= pace(facts)
+                self.spent = facts["seconds"]
+                if self.held_out and settings.eval_every and (due(settings.eval_every) or not unfinished):
+                    facts |= self._evaluate_and_keep_best(provenance)
+                    pace.leave_out()
+                if measure or any(name.startswith("eval/") for name in facts):
+                    self._log(facts)
+                if main:
+                    on_step(facts, settings.steps)
+                if unfinished and (stop or due(settings.save_every)):
                     self.save_state(provenance)
-                if unfinished and asked:
+                if unfinished and stop:
                     raise KeyboardInterrupt
-        provenance = {**provenance, "metrics": {key: value for key, value in facts.items() if "/" in key}}
+        metrics = {key: value for key, value in facts.items() if "/" in key}
+        provenance = {**provenance, "metrics": metrics}
         self.module.eval()
-        if self.accelerator.is_main_process:
-            checkpoint.save(self.out / "checkpoint", self.trainee.drafter, self.trainee.head, provenance)
-            result = {**provenance, "steps": self.step, "seconds": round(time.perf_counter() - started, 1)}
+        self._write(f"step-{self.step:07d}", provenance, resumable=True)
+        self._write("checkpoint", provenance)
+        if main:
+            if self.best is not None and (found := sorted(self.out.glob("best-*"))):
+                state.prune(self.out, "best", keep=0)
+                found[-1].rename(self.out / "best")
+            result = {**provenance, "steps": self.step, "best": self.best, "seconds": round(self.spent, 1)}
             write_json(self.out / "result.json", result)
-            self._prune(keep=0)
+            state.prune(self.out, "step-*", keep=1)
         return self.out / "checkpoint"
 
+    def _log(self, facts: dict):
+        if self.accelerator.is_main_process:
+            with open(self.out / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(facts) + "\n")
+
+    def position(self) -> dict:
+        """What a state says of the run besides weights and moments."""
+        return {
+            "step": self.step,
+            "best": self.best,
+            "run_id": self.run_id,
+            "seconds": self.spent,
+            "facts": self.facts,
+        }
+
     def save_state(self, provenance: dict):
-        """A checkpoint that can be resumed: weights, AdamW's moments as safetensors, the step. The two newest stay."""
-        if not self.accelerator.is_main_process:
+        """A checkpoint that can be resumed; the two newest stay."""
+        self._try_to_save("state", lambda: self._write(f"step-{self.step:07d}", provenance, resumable=True))
+        if self.accelerator.is_main_process:
+            state.prune(self.out, "step-*", keep=2)
+
+    def _write(self, name: str, provenance: dict, resumable: bool = False):
+        if resumable:
+            state.save(self.out / name, self, provenance)
             return
-        folder = self.out / f"step-{self.step:07d}"
-        checkpoint.save(folder, self.trainee.drafter, self.trainee.head, provenance)
-        moments = {}
-        for name, weight in self.trainee.named_parameters():
-            for key, value in self.optimizer.state.get(weight, {}).items():
-                moments[f"{key}.{name}"] = value.detach().cpu().contiguous()
-        save_file(moments, folder / "optimizer.safetensors")
-        write_json(folder / "trainer.json", {"step": self.step, "rows": len(self.rows)})
-        self._prune(keep=2)
+        tensors = checkpoint.tensors_of(self.trainee.drafter, self.trainee.head)
+        if self.accelerator.is_main_process:
+            checkpoint.save(self.out / name, self.trainee.drafter, self.trainee.head, provenance, tensors)
+            if name.startswith("best-"):
+                state.prune(self.out, "best-*", keep=1)
 
-    def resume(self) -> int:
-        """Load the newest whole state -> its step, 0 where there is none."""
-        states = sorted(p.parent for p in self.out.glob("step-*/trainer.json"))
-        if not states:
-            return 0
-        facts = json.loads((states[-1] / "trainer.json").read_text())
-        if facts["rows"] != len(self.rows):
-            raise ValueError(
-                f"resume: the run had {facts['rows']} rows, now there are {len(self.rows)}; give its own data"
+    def _try_to_save(self, what: str, write: Callable):
+        try:
+            write()
+        except (OSError, SafetensorError) as error:
+            there = state.newest(self.out)
+            warnings.warn(
+                f"step {self.step}: the {what} could not be saved ({error}); training goes on, the newest whole state "
+                f"is {there.name if there else 'none yet'}. Make room in {self.out}",
+                stacklevel=2,
             )
-        found = checkpoint.load(states[-1])
-        self.trainee.drafter.load_state_dict(found.drafter.state_dict())
-        if self.trainee.head is not None:
-            self.trainee.head.load_state_dict(found.head.state_dict())
-        moments = load_file(states[-1] / "optimizer.safetensors")
-        for name, weight in self.trainee.named_parameters():
-            own = {
-                key: moments[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in moments
-            }
-            if own:
-                self.optimizer.state[weight] = {
-                    key: value if key == "step" else value.to(weight.device) for key, value in own.items()
-                }
-        self.step = facts["step"]
-        return self.step
 
-    def _prune(self, keep: int):
-        states = sorted(self.out.glob("step-*"))
-        for old in states[: len(states) - keep]:
-            shutil.rmtree(old)
+    def resume(self) -> list[str]:
+        """Load the newest whole state -> what has changed since and may, as text; nothing happens where there is none.
+
+        Raises ValueError where the run is not the one that was interrupted.
+        """
+        folder = state.newest(self.out)
+        if folder is None:
+            return []
+        saved = state.read(folder)
+        allowed = state.check(folder, saved["facts"], json.loads(json.dumps(self.facts)))
+        state.load(folder, self)
+        self.step, self.best = saved["step"], saved["best"]
+        self.run_id, self.spent = saved["run_id"], saved["seconds"]
+        log = self.out / "metrics.jsonl"
+        if self.accelerator.is_main_process and log.exists():  # what a killed run logged beyond its state comes again
+            lines = [line for line in log.read_text().splitlines() if _step_of(line) <= self.step]
+            write_text(log, "".join(line + "\n" for line in lines))
+        return allowed
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:  # the half-written last line of a killed run
+        return math.inf
+
+
+class Pace:
+    """Seconds of the run, and tokens and blocks a second since the last call."""
+
+    def __init__(self, spent: float):
+        self.start, self.last = time.perf_counter() - spent, time.perf_counter()
+
+    def __call__(self, facts: dict) -> dict:
+        now = time.perf_counter()
+        took, self.last = max(now - self.last, 1e-9), now
+        found = {"seconds": round(now - self.start, 3)}
+        return found | {f"{name}_per_s": round(facts[name] / took, 1) for name in ("tokens", "blocks")}
+
+    def leave_out(self):
+        """The time since the last call counts for no step."""
+        self.last = time.perf_counter()
 
 
 @contextmanager
@@ -248,11 +313,3 @@ def interrupts():
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def usable(rows: list[Row], settings: TrainSettings) -> list[Row]:
-    """Rows that can open a block within max_length. Raises ValueError where none is left."""
-    good = [row for row in rows if candidates(collate([row], settings.max_length)).any()]
-    if not good:
-        raise ValueError("data: no row has two supervised tokens within max_length; nothing can be trained")
-    return good

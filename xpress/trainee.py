@@ -72,6 +72,11 @@ class Trainee(nn.Module):
             accepted,
         )
 
+    def compile_parts(self):
+        """torch.compile where shapes are simple and elementwise work dominates: the MLPs of the drafter's layers."""
+        for layer in self.drafter.layers:
+            layer.mlp.compile(dynamic=True)
+
     def weight_sums(self, anchors: Anchors) -> Tensor:
         """Σ w of each term, from the masks alone: known before any forward."""
         mask = anchors.mask

@@ -1,0 +1,29 @@
+"""One accelerate object for every way of running: one process, DDP, or FSDP2, as `accelerate launch` or torchrun says."""
+
+from __future__ import annotations
+
+import os
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+
+
+def make_accelerator(precision: str, cpu: bool) -> Accelerator:
+    """Sharding is asked for as `accelerate launch --use_fsdp` does, by ACCELERATE_USE_FSDP=true; only version 2 is taken.
+
+    The trainee is sharded as a whole: its parts read each other's weights (the loss the readout, attention the keys of
+    the context), so they are gathered once a step. Gradients, moments and fp32 weights are what sharding saves.
+    """
+    wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if wanted else None
+    if plugin is not None:
+        plugin.cpu_ram_efficient_loading = False
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)  # the buffers are constants
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, fsdp_plugin=plugin, kwargs_handlers=[ddp])
+    if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # accelerate shards on GPUs only; torch's FSDP2 runs on gloo as well, which is how it is tested without one
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        if precision != "no":
+            plugin.set_mixed_precision(precision)
+    return accelerator
