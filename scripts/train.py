@@ -36,6 +36,8 @@ def main(cfg):
     tokens = provenance["data"]["response_tokens"]
     print(f"{len(run.rows)} rows, {tokens} response tokens, {trainable / 1e6:.2f} M parameters to train")
     chosen = {"target": cfg.target.name, "drafter": dict(cfg.drafter), "head": dict(cfg.head), "data": cfg.data.path}
+    for reason, count in provenance["data"]["skipped"].items():
+        print(f"{count} rows not used: {reason}")
     report.print_protocol({**chosen, **provenance["recipe"], **provenance["versions"]})
     wandb_run = tracker(cfg, run.out)
     bar = tqdm(total=run.settings.steps, initial=run.step, unit="step", mininterval=2.0, dynamic_ncols=True)

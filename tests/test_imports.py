@@ -15,8 +15,8 @@ FLOORS = [
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["refine", "verify"],
     ["decode", "anchors", "loss"],
-    ["metrics", "prompts", "data", "generate", "checkpoint", "interop", "evaluate", "report", "curves", "track"]
-    + ["features", "trainee", "plan", "train"],
+    ["metrics", "prompts", "conversations", "data", "client", "generate", "checkpoint", "interop", "evaluate"]
+    + ["report", "curves", "track", "features", "trainee", "plan", "train"],
     ["parts", "build", "replay", "serve", ""],  # "" is the package's own __init__
 ]
 ORDER = {name: place for place, name in enumerate(name for floor in FLOORS for name in floor)}

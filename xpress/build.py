@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from datetime import datetime
+from collections import Counter
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from xpress import checkpoint, data, evaluate, parts, prompts
+from xpress import checkpoint, conversations, data, evaluate, parts, prompts
+from xpress.client import Server
 from xpress.features import FeatureSource
 from xpress.files import write_json
+from xpress.generate import generate_data
 from xpress.parts import find, from_anywhere, refuse_unknown, versions
 from xpress.refine import check_passes
 from xpress.sampling import Sampling
@@ -31,8 +35,9 @@ DATA_KEYS = {"path", "limit"}
 TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking", "wandb"}
 EVAL_KEYS = {"checkpoint", "bare", "target", "bench", "data_dir", "samples", "passes", "protocol", "out", "device"}
 EVAL_KEYS |= {"max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
-GENERATE_KEYS = {"target", "prompts", "data_dir", "samples", "out", "max_new_tokens", "batch_size", "temperature"}
-GENERATE_KEYS |= {"top_p", "seed", "thinking", "device"}
+ANSWER_KEYS = {"max_new_tokens", "batch_size", "temperature", "top_p", "seed", "thinking", "turns", "drop_truncated"}
+SERVER_KEYS = {"base_url", "endpoint", "model", "concurrency", "retries", "timeout"}
+GENERATE_KEYS = {"target", "prompts", "data_dir", "samples", "out", "device", "backend"} | ANSWER_KEYS | SERVER_KEYS
 
 
 def plain(cfg: DictConfig, known: set[str]) -> dict:
@@ -81,7 +86,10 @@ def training(cfg: DictConfig) -> tuple[Run, dict]:
         target = parts.make_target(raw["target"], str(state.device))
         path = find(raw["data"]["path"])
         limit = raw["data"].get("limit")
-        rows = data.load_rows(path, target.tokenizer, raw["thinking"], limit, target.vocab_size)
+        skipped = Counter()
+        rows = data.load_rows(
+            path, target.tokenizer, raw["thinking"], limit, target.vocab_size, settings.max_length, skipped
+        )
         data.check_made_for(path, target, raw["thinking"])
         rows = usable(rows, settings)
         drafter, origin = parts.make_drafter(raw["drafter"], target, rows, settings)
@@ -93,7 +101,7 @@ def training(cfg: DictConfig) -> tuple[Run, dict]:
         provenance = {
             "target": {"name": from_anywhere(raw["target"]["name"]), "fingerprint": target.fingerprint()},
             "template": prompts.template_facts(target.tokenizer, raw["thinking"]),
-            "data": {"path": str(raw["data"]["path"]), **data.data_facts(rows)},
+            "data": {"path": str(raw["data"]["path"]), **data.data_facts(rows), "skipped": dict(skipped)},
             "recipe": {key: raw[key] for key in sorted(fields & raw.keys())} | {"objective": raw["objective"]},
             "init": origin,
             "versions": versions(),
@@ -188,9 +196,42 @@ def write_result(folder: Path, bench: str, report: dict) -> Path:
 
 
 def generation(cfg: DictConfig, progress) -> dict:
-    """generate_data.py: answers of the target to a set's prompts."""
+    """generate_data.py: answers of the target to the prompts of a set or of files.
+
+    -> the counts over all processes, and beside them `skipped` {reason: count} and `failed_rows` {row id: reason}.
+    """
     raw = plain(cfg, GENERATE_KEYS)
-    chosen = prompts.load_prompts(raw["prompts"], raw["samples"], raw["data_dir"])
-    target = parts.make_target(raw["target"], parts.device_of(raw["device"]))
-    names = ("max_new_tokens", "batch_size", "temperature", "top_p", "seed", "thinking")
-    return data.generate_data(target, chosen, raw["out"], **{key: raw[key] for key in names}, progress=progress)
+    if raw["backend"] not in ("hf", "openai"):
+        raise ValueError(f"backend={raw['backend']}: known are hf (the weights, here) and openai (a server)")
+    served, skipped, failed = raw["backend"] == "openai", Counter(), {}
+    path = Path(parts.find(raw["prompts"])).expanduser()
+    elsewhere = raw["prompts"] not in prompts.SETS and path.exists()
+    if elsewhere:
+        chosen = conversations.load_conversations(path, raw["samples"], skipped)
+    else:
+        chosen = prompts.load_prompts(raw["prompts"], raw["samples"], raw["data_dir"])
+    # whoever has finished waits for the slowest: the usual ten minutes would end the run
+    state = PartialState(cpu=served or parts.device_of(raw["device"]) == "cpu", timeout=timedelta(days=7))
+    if not state.is_main_process:
+        skipped = Counter()  # every process has read the same files; one counts what is no use in them
+    target = parts.make_tokens(raw["target"]) if served else parts.make_target(raw["target"], str(state.device))
+    counts = generate_data(
+        target,
+        chosen,
+        Path(raw["out"]).expanduser(),
+        **{key: raw[key] for key in ANSWER_KEYS},
+        skip_unusable=elsewhere,
+        server=Server(**{key: raw[key] for key in SERVER_KEYS}) if served else None,
+        rank=state.process_index,
+        ranks=state.num_processes,
+        wait=state.wait_for_everyone,
+        skipped=skipped,
+        failed=failed,
+        progress=progress,
+    )
+    found = gather_object([(counts, skipped, failed)])
+    return {
+        **{name: sum(own[0][name] for own in found) for name in counts},
+        "skipped": dict(sum((own[1] for own in found), Counter())),
+        "failed_rows": {name: why for own in found for name, why in own[2].items()},
+    }

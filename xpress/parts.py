@@ -16,6 +16,7 @@ import torch
 
 from xpress import checkpoint, data, prompts
 from xpress.anchors import Batch
+from xpress.client import Tokens
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.features import feature_scale
@@ -58,15 +59,25 @@ def device_of(name: str | None) -> str:
 
 
 def make_target(section: dict, device: str, dtype: str | None = None) -> Target:
+    place = _place(section)
+    target = Target.from_pretrained(place, dtype or section.get("dtype") or "float32", device, section.get("revision"))
+    target.name = section["name"]
+    return target
+
+
+def make_tokens(section: dict) -> Tokens:
+    """The target's tokenizer and stop ids without its weights, for rows that a server answers."""
+    tokens = Tokens.from_pretrained(_place(section), section.get("revision"))
+    tokens.name = section["name"]
+    return tokens
+
+
+def _place(section: dict) -> str:
     refuse_unknown("target", section, TARGET_KEYS)
     name = section["name"]
     if name == "smollm2-135m-instruct" and find(name) == name:
         raise FileNotFoundError(f"target.name={name} is not in {HOME}; run: python scripts/get_smollm2.py")
-    target = Target.from_pretrained(
-        find(name), dtype or section.get("dtype") or "float32", device, section.get("revision")
-    )
-    target.name = name
-    return target
+    return find(name)
 
 
 def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -> tuple[DFlashDrafter, dict | None]:

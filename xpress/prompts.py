@@ -77,11 +77,12 @@ SETS = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """id: stable name; source: the set; turns: what the user says, first turn first."""
+    """id: stable name; source: the set; turns: what the user says, first turn first; system: what stands before."""
 
     id: str
     source: str
     turns: list[str]
+    system: str = ""
 
 
 def load_prompts(name: str, samples: int | None = None, data_dir: str | None = None, shuffle_seed: int | None = 0):

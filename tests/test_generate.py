@@ -1,0 +1,147 @@
+"""Making rows: greedy answers are plain autoregression's, whatever the batch, the server's faults or the interrupts."""
+
+import json
+
+import pytest
+import torch
+from toys import PROMPTS, make_target, plain, stopping_target
+
+from xpress import generate
+from xpress.data import load_rows, row_id, shards
+from xpress.generate import generate_data
+from xpress.prompts import render, user
+
+
+def read(folder) -> dict[str, dict]:
+    return {row["id"]: row for path in shards(folder) for row in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_answers_are_those_of_plain_autoregression_whatever_the_padding(tmp_path, often, kind, batch_size):
+    target = stopping_target(*often, kind=kind)
+    counts = generate_data(target, PROMPTS, tmp_path, max_new_tokens=12, batch_size=batch_size)
+    rows = read(tmp_path)
+    for prompt in PROMPTS:
+        row = rows.pop(row_id(prompt))
+        assert row["prompt_ids"] == render(target.tokenizer, user(prompt.turns))
+        assert row["response_ids"] == plain(target, row["prompt_ids"], 12, often)
+        assert (row["finish"] == "stop") == (row["response_ids"][-1] in often)
+    assert not rows and counts["rows"] == len(PROMPTS)
+
+
+def test_greedy_means_greedy_whatever_the_targets_own_generation_config_says(tmp_path):
+    """Public chat models ship sampling and repetition penalties as defaults; they are not the target's argmax."""
+    target = stopping_target()
+    own = target.model.generation_config
+    own.do_sample, own.temperature, own.top_k, own.repetition_penalty = True, 1.5, 20, 5.0
+    own.no_repeat_ngram_size = 1
+    generate_data(target, PROMPTS, tmp_path, max_new_tokens=10)
+    for row in read(tmp_path).values():
+        assert row["response_ids"] == plain(target, row["prompt_ids"], 10)
+    assert target.model.generation_config is own
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, often, monkeypatch):
+    target, settings = stopping_target(*often), dict(max_new_tokens=8, batch_size=2)
+    generate_data(target, PROMPTS, tmp_path / "whole", **settings)
+    answered, answer = [], generate._answer
+
+    def counting(target, prompts, *rest):
+        answered.extend(map(tuple, prompts))
+        return answer(target, prompts, *rest)
+
+    def interrupt(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "_answer", counting)
+    with pytest.raises(KeyboardInterrupt):
+        generate_data(target, PROMPTS, tmp_path / "part", **settings, progress=interrupt)
+    assert len(read(tmp_path / "part")) == 2
+    (tmp_path / "part" / ".toy.1.tmp").write_text('{"id": "half')  # killed in the middle of a later shard
+    seen = []
+    counts = generate_data(target, PROMPTS, tmp_path / "part", **settings, progress=lambda *facts: seen.append(facts))
+    assert seen == [(2, 6), (4, 6), (6, 6)] and counts["rows"] == 6
+    assert len(answered) == len(set(answered)) == len(PROMPTS)
+    assert read(tmp_path / "part") == read(tmp_path / "whole")
+    generate_data(target, PROMPTS, tmp_path / "part", **settings)
+    assert len(answered) == len(PROMPTS)  # a finished folder costs nothing
+
+
+def test_equal_prompts_are_answered_once(tmp_path):
+    counts = generate_data(stopping_target(), PROMPTS[:2] * 3, tmp_path, max_new_tokens=2)
+    assert counts["rows"] == 2 and len(read(tmp_path)) == 2
+
+
+def test_sampled_answers_depend_on_the_seed_alone(tmp_path):
+    target, settings = stopping_target(), dict(max_new_tokens=8, temperature=1.0, top_p=0.9)
+    found = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        generate_data(target, PROMPTS, tmp_path / name, **settings, seed=seed)
+        found[name] = {key: row["response_ids"] for key, row in read(tmp_path / name).items()}
+        torch.rand(3)
+    assert found["a"] == found["b"] != found["c"]
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"max_new_tokens": 5}, "max_new_tokens"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"seed": 1}, "seed"),
+        ({"thinking": True}, "template"),
+        ({"target": make_target(seed=4)}, "target"),
+    ],
+)
+def test_a_folder_made_with_other_settings_is_refused(tmp_path, changes, named):
+    settings = {"target": stopping_target(2), "max_new_tokens": 4}
+    generate_data(prompts=PROMPTS[:1], out=tmp_path, **settings)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=f"holds rows made with other {named}; choose another folder"):
+        generate_data(prompts=PROMPTS, out=tmp_path, **{**settings, **changes})
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_bad_input_is_refused_before_anything_is_generated(tmp_path):
+    target = stopping_target(max_position_embeddings=45)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="out=.*foreign: the folder is not empty and holds no settings.json"):
+        generate_data(target, PROMPTS, tmp_path / "foreign")
+    with pytest.raises(
+        ValueError, match="prompt toy/4: .* tokens and max_new_tokens=8 exceed the target's context of 45"
+    ):
+        generate_data(target, PROMPTS, tmp_path / "long", max_new_tokens=8)
+    assert not shards(tmp_path / "long")
+    for name in ("max_new_tokens", "batch_size"):
+        with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
+            generate_data(target, PROMPTS, tmp_path / "zero", **{name: 0})
+    target.tokenizer = type("Bare", (), {"chat_template": None})()
+    with pytest.raises(ValueError, match="no chat template"):
+        generate_data(target, PROMPTS, tmp_path / "bare")
+
+
+def test_empty_answers_cost_no_other_row(tmp_path, monkeypatch):
+    """A prompt whose answer is empty is asked again on resume, and the shard that it once opened keeps its rows."""
+    target, empty = make_target(), [True]
+    true_answers = generate._answer
+
+    def answers(target, prompts, *rest):
+        found = true_answers(target, prompts, *rest)
+        return [[], *found[1:]] if empty[0] else found
+
+    monkeypatch.setattr(generate, "_answer", answers)
+    settings = {"max_new_tokens": 3, "batch_size": 3}
+    assert generate_data(target, PROMPTS, tmp_path, **settings)["empty"] == 2
+    before = read(tmp_path)
+    assert len(before) == len(PROMPTS) - 2
+    assert generate_data(target, PROMPTS, tmp_path, **settings)["empty"] == 1  # a batch of two: one empty again
+    assert before.items() <= read(tmp_path).items()
+    empty[0] = False
+    generate_data(target, PROMPTS, tmp_path, **settings)
+    assert before.items() <= read(tmp_path).items() and len(load_rows(tmp_path)) == len(PROMPTS)
+    monkeypatch.setattr(generate, "_answer", lambda target, prompts, *rest: [[]] * len(prompts))
+    for _ in range(2):
+        assert generate_data(target, PROMPTS, tmp_path / "none", **settings)["empty"] == len(PROMPTS)
