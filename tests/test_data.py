@@ -9,7 +9,7 @@ from toys import PROMPTS, ToyTokenizer, V, make_target, stopping_target
 
 from xpress.anchors import PADDING, candidates
 from xpress.data import Row, check_made_for, collate, frequent_ids, load_rows, row_id
-from xpress.generate import generate_data
+from xpress.generation import generate_data
 from xpress.prompts import Prompt, render, stop_ids, template_facts, user
 
 

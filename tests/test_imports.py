@@ -15,7 +15,7 @@ FLOORS = [
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["refine", "verify"],
     ["decode", "anchors", "loss"],
-    ["metrics", "prompts", "conversations", "data", "client", "generate", "checkpoint", "interop", "evaluate"]
+    ["metrics", "prompts", "conversations", "data", "client", "generation", "checkpoint", "interop", "evaluate"]
     + ["report", "curves", "track", "features", "trainee", "plan", "train"],
     ["parts", "build", "replay", "serve", ""],  # "" is the package's own __init__
 ]

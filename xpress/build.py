@@ -23,7 +23,7 @@ from xpress import checkpoint, conversations, data, evaluate, parts, prompts
 from xpress.client import Server
 from xpress.features import FeatureSource
 from xpress.files import write_json
-from xpress.generate import generate_data
+from xpress.generation import generate_data
 from xpress.parts import find, from_anywhere, refuse_unknown, versions
 from xpress.refine import check_passes
 from xpress.sampling import Sampling

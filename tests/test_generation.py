@@ -6,9 +6,9 @@ import pytest
 import torch
 from toys import PROMPTS, make_target, plain, stopping_target
 
-from xpress import generate
+from xpress import generation
 from xpress.data import load_rows, row_id, shards
-from xpress.generate import generate_data
+from xpress.generation import generate_data
 from xpress.prompts import render, user
 
 
@@ -45,7 +45,7 @@ def test_greedy_means_greedy_whatever_the_targets_own_generation_config_says(tmp
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, often, monkeypatch):
     target, settings = stopping_target(*often), dict(max_new_tokens=8, batch_size=2)
     generate_data(target, PROMPTS, tmp_path / "whole", **settings)
-    answered, answer = [], generate._answer
+    answered, answer = [], generation._answer
 
     def counting(target, prompts, *rest):
         answered.extend(map(tuple, prompts))
@@ -55,7 +55,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, often, monkeypatc
         if done == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "_answer", counting)
+    monkeypatch.setattr(generation, "_answer", counting)
     with pytest.raises(KeyboardInterrupt):
         generate_data(target, PROMPTS, tmp_path / "part", **settings, progress=interrupt)
     assert len(read(tmp_path / "part")) == 2
@@ -126,13 +126,13 @@ def test_bad_input_is_refused_before_anything_is_generated(tmp_path):
 def test_empty_answers_cost_no_other_row(tmp_path, monkeypatch):
     """A prompt whose answer is empty is asked again on resume, and the shard that it once opened keeps its rows."""
     target, empty = make_target(), [True]
-    true_answers = generate._answer
+    true_answers = generation._answer
 
     def answers(target, prompts, *rest):
         found = true_answers(target, prompts, *rest)
         return [[], *found[1:]] if empty[0] else found
 
-    monkeypatch.setattr(generate, "_answer", answers)
+    monkeypatch.setattr(generation, "_answer", answers)
     settings = {"max_new_tokens": 3, "batch_size": 3}
     assert generate_data(target, PROMPTS, tmp_path, **settings)["empty"] == 2
     before = read(tmp_path)
@@ -142,6 +142,6 @@ def test_empty_answers_cost_no_other_row(tmp_path, monkeypatch):
     empty[0] = False
     generate_data(target, PROMPTS, tmp_path, **settings)
     assert before.items() <= read(tmp_path).items() and len(load_rows(tmp_path)) == len(PROMPTS)
-    monkeypatch.setattr(generate, "_answer", lambda target, prompts, *rest: [[]] * len(prompts))
+    monkeypatch.setattr(generation, "_answer", lambda target, prompts, *rest: [[]] * len(prompts))
     for _ in range(2):
         assert generate_data(target, PROMPTS, tmp_path / "none", **settings)["empty"] == len(PROMPTS)
