@@ -1,15 +1,23 @@
 """Making rows: greedy answers are plain autoregression's, whatever the batch, the server's faults or the interrupts."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from disk import save_model
 from toys import PROMPTS, make_target, plain, stopping_target
 
 from xpress import generation
 from xpress.data import load_rows, row_id, shards
 from xpress.generation import generate_data
-from xpress.prompts import render, user
+from xpress.prompts import Prompt, load_prompts, render, user
+from xpress.target import Target
 
 
 def read(folder) -> dict[str, dict]:
@@ -145,3 +153,121 @@ def test_empty_answers_cost_no_other_row(tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "_answer", lambda target, prompts, *rest: [[]] * len(prompts))
     for _ in range(2):
         assert generate_data(target, PROMPTS, tmp_path / "none", **settings)["empty"] == len(PROMPTS)
+
+
+def test_dropped_truncated_answers_are_not_asked_again(tmp_path, often, monkeypatch):
+    target, asked, answer = stopping_target(*often), [], generation._answer
+    monkeypatch.setattr(generation, "_answer", lambda t, p, *rest: asked.extend(p) or answer(t, p, *rest))
+    generate_data(target, PROMPTS, tmp_path / "all", max_new_tokens=6)
+    kept = {name: row for name, row in read(tmp_path / "all").items() if row["finish"] == "stop"}
+    assert 0 < len(kept) < len(PROMPTS)
+    asked.clear()
+    for _ in range(2):
+        counts = generate_data(target, PROMPTS, tmp_path / "some", max_new_tokens=6, batch_size=2, drop_truncated=True)
+        assert read(tmp_path / "some") == kept and counts["rows"] == len(kept) and len(asked) == len(PROMPTS)
+    assert (counts["earlier"], counts["dropped"]) == (len(kept), 0)
+    with pytest.raises(ValueError, match="other drop_truncated"):
+        generate_data(target, PROMPTS, tmp_path / "some", max_new_tokens=6)
+
+
+TALKS = [
+    Prompt("talk/0", "talk", ["Hi", "And then?", "Why?"]),
+    Prompt("talk/1", "talk", ["Hi", "And then?"]),  # the same two turns: answered once
+    Prompt("talk/2", "talk", ["Hi", "Or else?"]),
+    Prompt("talk/3", "talk", ["Hi", "Bye"], system="Be brief."),
+    Prompt("talk/4", "talk", ["No"]),
+]
+
+
+def test_later_turns_follow_the_targets_own_answers(tmp_path, often):
+    target = stopping_target(*often)
+    counts = generate_data(target, TALKS, tmp_path / "all", max_new_tokens=8, batch_size=2)
+    rows = read(tmp_path / "all")
+    assert counts["rows"] == len(rows) == 7 and counts["unreached"] == 0
+    for prompt in TALKS:
+        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        for turn, text in enumerate(prompt.turns):
+            row = rows[row_id(prompt, turn)]
+            messages.append({"role": "user", "content": text})
+            assert row["prompt_ids"] == render(target.tokenizer, messages)
+            assert row["response_ids"] == plain(target, row["prompt_ids"], 8, often)
+            assert row.get("turn", 1) == turn + 1 and row["id"].endswith(f"#{turn + 1}") == bool(turn)
+            said = row["response_ids"][:-1] if row["finish"] == "stop" else row["response_ids"]
+            answer = target.tokenizer.decode(said, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": answer})
+    generate_data(target, TALKS, tmp_path / "part", max_new_tokens=8, batch_size=2, turns="first")
+    assert len(read(tmp_path / "part")) == 3
+    generate_data(target, TALKS, tmp_path / "part", max_new_tokens=8, batch_size=2)  # first turns come from the shards
+    assert read(tmp_path / "part") == rows
+    with pytest.raises(ValueError, match="turns=some: known are first, all"):
+        generate_data(target, TALKS, tmp_path / "bad", turns="some")
+
+
+def test_a_turn_after_a_missing_answer_is_not_reached(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "_answer", lambda target, prompts, *rest: [[]] * len(prompts))
+    counts = generate_data(make_target(), TALKS, tmp_path, max_new_tokens=3)
+    assert (counts["rows"], counts["empty"], counts["unreached"]) == (0, 3, 4)
+
+
+def test_prompts_from_elsewhere_without_room_are_counted(tmp_path):
+    long, skipped = Prompt("toy/long", "toy", ["x" * 600]), Counter()
+    with pytest.raises(ValueError, match="prompt toy/long: .* exceed"):
+        generate_data(make_target(), [long, *PROMPTS], tmp_path / "a", max_new_tokens=2)
+    counts = generate_data(
+        make_target(), [long, *PROMPTS], tmp_path / "b", max_new_tokens=2, skip_unusable=True, skipped=skipped
+    )
+    assert counts["rows"] == len(PROMPTS) and skipped == {"no room in the context": 1}
+
+
+def test_the_shares_of_several_ranks_are_whole_conversations_and_all_of_them(tmp_path):
+    parts = []
+    for rank in range(3):
+        plan = generation.Plan([*TALKS, *PROMPTS], "all", tmp_path)
+        plan.take_share(rank, 3)
+        parts.append(plan.ids)
+    whole = generation.Plan([*TALKS, *PROMPTS], "all", tmp_path).ids
+    assert sum(map(len, parts)) == len(whole) and {name for part in parts for name in part} == set(whole)
+    roots = [{row_id(prompt) for prompt, _ in part.values()} for part in parts]
+    assert all(roots) and not roots[0] & roots[1] | roots[0] & roots[2] | roots[1] & roots[2]
+
+
+SPY = """
+import json, os, runpy, sys
+from xpress import generation
+answer = generation._answer
+def spy(target, prompts, *rest):
+    with open(f"asked-{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}-{os.getpid()}", "a") as file:
+        file.writelines(json.dumps(prompt) + "\\n" for prompt in prompts)
+    return answer(target, prompts, *rest)
+generation._answer = spy
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_two_processes_share_the_prompts(tmp_path):
+    """The real command under torchrun: two processes, other prompts each, together the rows of one."""
+    save_model(tmp_path / "toy")
+    (tmp_path / "spy.py").write_text(SPY)
+    script = Path(__file__).resolve().parents[1] / "scripts" / "generate_data.py"
+    sets = ["target.name=toy", "prompts=train", "samples=10", "max_new_tokens=6", "batch_size=2", "out=rows"]
+    env = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", MASTER_PORT="0")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "spy.py"]
+    command = [*launch, str(script), *sets]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    asked = {path.name.rpartition("-")[0]: path.read_text().splitlines() for path in tmp_path.glob("asked-*")}
+    assert asked.keys() == {"asked-0-of-2", "asked-1-of-2"} and all(len(lines) == 5 for lines in asked.values())
+    assert len({line for lines in asked.values() for line in lines}) == 10  # nothing twice
+    assert done.stdout.count("rows: 10 rows") == 1  # the main process talks, for both
+    target = Target.from_pretrained(str(tmp_path / "toy"))
+    generate_data(target, load_prompts("train", 10), tmp_path / "alone", max_new_tokens=6, batch_size=2)
+    rows = read(tmp_path / "rows")
+    assert rows == read(tmp_path / "alone")
+    for path in shards(tmp_path / "rows")[:2]:
+        path.unlink()
+    for path in tmp_path.glob("asked-*"):
+        path.unlink()
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and read(tmp_path / "rows") == rows
+    again = [line for path in tmp_path.glob("asked-*") for line in path.read_text().splitlines()]
+    assert len(again) == len(set(again)) == 10 - int(re.search(r"(\d+)  earlier", done.stdout)[1])
