@@ -249,8 +249,16 @@ def test_two_processes_share_the_prompts(tmp_path):
     save_model(tmp_path / "toy")
     (tmp_path / "spy.py").write_text(SPY)
     script = Path(__file__).resolve().parents[1] / "scripts" / "generate_data.py"
-    sets = ["target.name=toy", "prompts=train", "samples=10", "max_new_tokens=6", "batch_size=2", "out=rows"]
-    env = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", MASTER_PORT="0")
+    sets = [
+        "target.name=toy",
+        "prompts=train",
+        "samples=10",
+        "max_new_tokens=6",
+        "batch_size=2",
+        "out=rows",
+        "target.dtype=float32",
+    ]
+    env = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "spy.py"]
     command = [*launch, str(script), *sets]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
