@@ -2,19 +2,25 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from disk import save_model
 from toys import PROMPTS, ToyTokenizer, plain, stopping_target
 
 from xpress.client import LONGEST_WAIT, Server, Tokens, retry_after
 from xpress.data import check_made_for, load_rows, row_id, shards
 from xpress.generation import generate_data, row_seed
-from xpress.prompts import Prompt, render, user
+from xpress.prompts import Prompt, render, stop_ids, user
+from xpress.target import Target
 
 ASK = dict(max_new_tokens=8, batch_size=2)
 
@@ -25,7 +31,7 @@ class ToyServer:
     def __init__(self, target, port=0, ids=True, model="toy"):
         self.target, self.ids, self.faults, self.model, self.deaf = target, ids, [], model, False
         self.asked, self.answered, self.lock = [], Counter(), threading.Lock()
-        self.stops = target.model.generation_config.eos_token_id or []
+        self.stops = stop_ids(target.tokenizer, target.model)
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -239,7 +245,7 @@ def test_what_is_sent_asks_for_the_targets_own_answers(tmp_path, toy):
         body = sent[tuple(row["prompt_ids"])]
         assert row["seed"] == body["seed"] == row_seed(5, row["id"]) and row["ids"] == "server"
         assert (body["temperature"], body["top_p"], body["top_k"], body["repetition_penalty"]) == (0.5, 0.9, -1, 1.0)
-        assert body["model"] == "toy" and body["stop_token_ids"] == sorted(toy.stops) and body["max_tokens"] == 8
+        assert body["model"] == "toy" and body["stop_token_ids"] == list(toy.stops) and body["max_tokens"] == 8
     assert len({row["seed"] for row in rows.values()}) == len(PROMPTS)
     made = json.loads((tmp_path / "settings.json").read_text())
     assert made["target"] == {"name": "toy", "fingerprint": None} and made["base_url"] == toy.url
@@ -306,6 +312,33 @@ def test_a_prompt_beyond_the_servers_context_is_refused_before_anything_is_asked
     with pytest.raises(ValueError, match="prompt toy/long: .* exceed the target's context of 512"):
         generate_data(tokens(toy.target), [*PROMPTS, long], tmp_path, server=client(toy.url), **ASK)
     assert not toy.asked
+
+
+def test_the_command_reports_what_failed_and_goes_on(tmp_path):
+    """The weights stay on the server: the command reads the tokenizer of a folder that has no weights."""
+    save_model(tmp_path / "toy")
+    toy = ToyServer(Target.from_pretrained(str(tmp_path / "toy")))
+    (tmp_path / "toy" / "model.safetensors").unlink()
+    talks = [{"messages": [{"role": "user", "content": text}]} for text in ("Hi", "Why?", "No")]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, [*talks, {"messages": []}])))
+    script = Path(__file__).resolve().parents[1] / "scripts" / "generate_data.py"
+    sets = ["target.name=toy", "prompts=talks.jsonl", "out=rows", "max_new_tokens=6", "backend=openai"]
+    sets += [f"base_url={toy.url}", "retries=0", "concurrency=1"]
+    env = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    toy.faults = [None, FAULTS["500"]]
+    for status, earlier, failed in ((1, 0, 1), (0, 2, 0)):
+        command = [sys.executable, str(script), *sets]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
+        table = dict(reversed(line.split(maxsplit=1)) for line in done.stdout.splitlines()[1:])
+        assert (table["earlier"], table["failed"], table["skipped: no messages"]) == (str(earlier), str(failed), "1")
+        said = r"error: 1 rows failed \(talks-.*HTTP 500.*the same command goes on with what is missing"
+        assert bool(re.search(said, done.stderr)) == bool(failed)
+    rows = read(tmp_path / "rows")
+    assert len(rows) == 3 and set(toy.answered.values()) == {1}
+    for row in rows.values():
+        assert row["response_ids"] == plain(toy.target, row["prompt_ids"], 6, toy.stops) and row["ids"] == "server"
+    toy.http.shutdown()
 
 
 @pytest.mark.skipif("XPRESS_TEST_SERVER" not in os.environ, reason="XPRESS_TEST_SERVER=http://…/v1 names no server")
