@@ -32,7 +32,8 @@ train() { # train <folder> <overrides>: skipped where it is finished, resumed wh
     if [ -e $folder/checkpoint ]; then echo "$folder is trained already"; return; fi
     if [ -e $folder ]; then resume=true; fi
     $python scripts/train.py +exp=smollm2_135m target.name="$target" drafter.mask_token_id="$mask" \
-        drafter.draft_vocab_size=4096 data.path=$out/responses out=$folder resume=$resume save_every=100 "$@"
+        drafter.draft_vocab_size=4096 data.path=$out/responses cache_dir=$out/features \
+        out=$folder resume=$resume save_every=100 "$@"
 }
 train drafter head=none objective=dflash_b8 drafter_lr_scale=0.4 steps=600
 train xpress drafter.init=$out/drafter steps=250

@@ -12,42 +12,68 @@ from tqdm import tqdm
 from xpress import build, curves, report, track
 
 
-@hydra.main(version_base=None, config_path="../configs", config_name="train")
-def main(cfg):
-    try:
-        run, provenance = build.training(cfg)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    trainable = sum(p.numel() for p in run.trainee.parameters() if p.requires_grad)
-    tokens = provenance["data"]["response_tokens"]
-    print(f"{len(run.rows)} rows, {tokens} response tokens, {trainable / 1e6:.2f} M parameters to train")
+def feature_bar():
+    bar = tqdm(unit="row", desc="features", mininterval=2.0, dynamic_ncols=True, leave=False)
+
+    def progress(done, total):
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return bar, progress
+
+
+def tell(run, provenance, cfg):
+    """What is about to be trained."""
+    made, trained = provenance["data"], sum(p.numel() for p in run.trainee.parameters() if p.requires_grad)
+    counts = f"{made['rows']} rows with {made['response_tokens']} response tokens, {made['held_out']} held out"
+    print(f"{counts}, {trained / 1e6:.2f} M parameters to train")
+    for reason, count in made["skipped"].items():
+        print(f"skipped {count} rows: {reason}")
     chosen = {"target": cfg.target.name, "drafter": dict(cfg.drafter), "head": dict(cfg.head), "data": cfg.data.path}
     report.print_protocol({**chosen, **provenance["recipe"], **provenance["versions"]})
-    config = build.OmegaConf.to_container(cfg, resolve=True)
+
+
+@hydra.main(version_base=None, config_path="../configs", config_name="train")
+def main(cfg):
+    features, progress = feature_bar()
+    try:
+        run, provenance = build.training(cfg, print, progress)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    finally:
+        features.close()
     main_process = run.accelerator.is_main_process  # one curve a run, not one a process
-    tracker = track.tracker(cfg.tracker if main_process else None, run.out, config, None, str(run.out), cfg.wandb_mode)
-    bar = tqdm(total=run.settings.steps, initial=run.step, unit="step", mininterval=2.0, dynamic_ncols=True)
+    if main_process:
+        tell(run, provenance, cfg)
+    config = build.OmegaConf.to_container(cfg, resolve=True)
+    kind = cfg.tracker if main_process else None
+    tracker = track.tracker(kind, run.out, config, run.run_id, str(run.out), cfg.wandb_mode)
+    bar = tqdm(total=run.settings.steps, initial=run.step, unit="step", mininterval=2.0, disable=not main_process)
 
     def on_step(facts, total):
         bar.update()
-        shown = {key.split("/")[1]: f"{value:.3f}" for key, value in facts.items() if "/" in key}
-        bar.set_postfix(shown, refresh=False)
+        shown = {k.split("/")[1]: f"{v:.3f}" for k, v in facts.items() if k.count("/") == 1 and isinstance(v, float)}
+        rate = {"tokens/s": facts["tokens_per_s"], "blocks/s": facts["blocks_per_s"], "GB": facts["peak_memory_gb"]}
+        bar.set_postfix(shown | rate, refresh=False)
         tracker.log(facts, facts["step"])
+        if "eval/tau/drafter" in facts:
+            taus = ", ".join(f"{k[9:]} {v:.3f}" for k, v in facts.items() if k.startswith("eval/tau/"))
+            bar.write(f"step {facts['step']}: held-out tau {taus}")
 
     try:
         folder = run.fit(provenance, on_step)
     except KeyboardInterrupt:
         print(f"interrupted after step {run.step}; go on with the same command and resume=true", file=sys.stderr)
         sys.exit(130)
-    except FloatingPointError as error:
+    except (FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
     finally:
         bar.close()
         tracker.finish()
-    print(f"checkpoint: {folder}")
+        if main_process and (run.out / "metrics.jsonl").exists():
+            curves.draw(run.out / "metrics.jsonl", run.out / "curves.png")
     if main_process:
-        curves.draw(run.out / "metrics.jsonl", run.out / "curves.png")
-        print(f"curves: {run.out / 'curves.png'}")
+        print(f"checkpoint: {folder}\ncurves: {run.out / 'curves.png'}")
 
 
 if __name__ == "__main__":

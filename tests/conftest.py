@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from toys import make_target
+from toys import TEXTS, make_target, plain, stopping_target
+
+from xpress.prompts import render, user
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +17,11 @@ def _threads_and_seed():
 def target():
     """A random Llama in fp32, whole-session, frozen."""
     return make_target("llama")
+
+
+@pytest.fixture(scope="session")
+def often():
+    """Two ids that the toy's answers to PROMPTS run into, the second one at different places."""
+    target = stopping_target()
+    answers = [plain(target, render(target.tokenizer, user([text])), 12) for text in TEXTS]
+    return answers[0][4], answers[1][7]

@@ -13,7 +13,7 @@ from toys import HEADS, D, V, make_drafter, make_head, make_target, plain
 from xpress import checkpoint, generate, load, save
 from xpress.checkpoint import CONFIG, PROVENANCE, WEIGHTS
 from xpress.data import Row
-from xpress.features import FeatureSource
+from xpress.features import OnlineFeatures
 from xpress.heads import Refiner
 from xpress.loss import Term
 from xpress.train import Run, TrainSettings
@@ -280,7 +280,7 @@ def test_a_head_in_a_file_of_ones_own_trains_saves_and_loads(target, tmp_path, m
     rows = [Row(f"r{i}", PROMPT, plain(target, [*PROMPT, i], 12)) for i in (3, 4)]
     trainee = Trainee(drafter, head, [Term("refined", "gold"), Term("own", "self", rounds=2)])
     settings = TrainSettings(steps=1, batch_size=2, max_anchors=4, log_every=1)
-    run = Run(tmp_path / "run", trainee, rows, FeatureSource(target, drafter.layer_ids, reduced=False), settings)
+    run = Run(tmp_path / "run", trainee, rows, OnlineFeatures(target, drafter.layer_ids, False), settings)
     run.out.mkdir()
     run.fit({"target": {"fingerprint": target.fingerprint()}})
     found = load(tmp_path / "run", target)

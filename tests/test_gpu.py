@@ -6,7 +6,7 @@ from toys import HEADS, ToyTokenizer, make_drafter, make_head, make_model, plain
 
 from xpress.anchors import Batch, draw, lay_out
 from xpress.decode import generate
-from xpress.features import FeatureSource
+from xpress.features import OnlineFeatures
 from xpress.loss import Term
 from xpress.sampling import Sampling
 from xpress.target import Target
@@ -43,10 +43,11 @@ def test_a_training_step_is_finite(cuda_target):
     drafter = make_drafter(cuda_target, scale=1.0).to("cuda")
     trainee = Trainee(drafter, make_head("refiner", drafter).to("cuda"), [Term("gold", "gold"), Term("base", "none")])
     ids = torch.randint(3, 90, (2, 24))
-    places = torch.arange(24).repeat(2, 1)
-    batch = Batch(ids, places, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool), ["a", "b"]).to("cuda")
+    places, names = torch.arange(24).repeat(2, 1), [("a",), ("b",)]
+    one_document, all_ours = torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
+    batch = Batch(ids, places, one_document, all_ours, names).to("cuda")
     anchors = lay_out(batch, *draw(batch, 4, 0, 0), drafter.config.num_draft)
-    features, log_norm = FeatureSource(cuda_target, drafter.layer_ids, reduced=False)(batch)
-    sums, weights, _ = trainee(batch, anchors, features, log_norm)
-    (sums / weights).sum().backward()
+    features, log_norm = OnlineFeatures(cuda_target, drafter.layer_ids, False)(batch)
+    scale = (1 / trainee.weight_sums(anchors)).tolist()
+    trainee(batch, anchors, features, log_norm, scale).total.backward()
     assert all(torch.isfinite(p.grad).all() for p in trainee.parameters() if p.grad is not None)

@@ -15,8 +15,9 @@ FLOORS = [
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["refine", "verify"],
     ["decode", "anchors", "loss"],
-    ["metrics", "prompts", "data", "generate", "checkpoint", "interop", "evaluate", "report", "curves", "track"]
-    + ["batches", "features", "feature_cache", "trainee", "recipe", "state", "meter", "launch", "plan", "train"],
+    ["metrics", "prompts", "conversations", "data", "client", "generation", "checkpoint", "interop", "evaluate"]
+    + ["report", "curves", "track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
+    + ["launch", "plan", "train"],
     ["parts", "build", "replay", "serve", ""],  # "" is the package's own __init__
 ]
 ORDER = {name: place for place, name in enumerate(name for floor in FLOORS for name in floor)}

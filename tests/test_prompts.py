@@ -11,9 +11,10 @@ from disk import TEMPLATE, byte_tokenizer
 from toys import make_target
 
 from xpress import evaluate as module
-from xpress.data import generate_data, load_rows
+from xpress.data import load_rows
 from xpress.decode import Response
 from xpress.evaluate import Method, check_template, evaluate
+from xpress.generation import generate_data
 from xpress.prompts import SAMPLES, SETS, load_prompts, read_jsonl, render, stop_ids, template_facts, user
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."

@@ -56,7 +56,9 @@ def toys(commands):
     save_model(at / "qwen3", "qwen3", seed=3)
     published_drafter(at / "z-lab", Target.from_pretrained(str(at / "qwen3")), dtype=torch.bfloat16)
     (at / "elsewhere").mkdir()
-    return SimpleNamespace(llama=at / "llama", qwen3=at / "qwen3", bare=at / "bare", drafter=at / "z-lab", at=at)
+    return SimpleNamespace(
+        llama=at / "llama", qwen3=at / "qwen3", bare=at / "bare", drafter=at / "z-lab", at=at, loose=at / "loose.jsonl"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -239,7 +241,7 @@ BAD = [
     ("train", "drafter.init=nowhere", "checkpoint=nowhere: no config.json"),
     ("train", "steps=0", "steps=0: must be at least 1"),
     ("train", "batch_size=9", "8 rows are fewer than one step takes"),
-    ("train", "max_length=4", "no row has two supervised tokens within max_length"),
+    ("train", "max_length=4", "no usable row .*answer cut away by max_length"),
     ("train", "precision=fp8", "precision='fp8'"),
     ("train", "head=none", "objective"),
     ("eval_tau", "+typo=1", "unknown key typo"),
@@ -260,6 +262,10 @@ BAD = [
     ("generate_data", "+typo=1", "unknown key typo"),
     ("generate_data", "prompts=trian", "trian: unknown set"),
     ("generate_data", "target.name={bare}", "no chat template"),
+    ("generate_data", "prompts={loose}", "no usable record .8× neither messages nor a prompt field"),
+    ("generate_data", "backend=vllm", "backend=vllm: known are hf .* and openai"),
+    ("generate_data", "turns=last", "turns=last: known are first, all"),
+    ("generate_data", "backend=openai", "base_url=None: backend=openai needs the server's address"),
     ("generate_data", "max_new_tokens=1020", "prompt train/.* exceed the target's context of 1024"),
 ]
 

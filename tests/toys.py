@@ -15,6 +15,7 @@ from xpress.drafter import Context, DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.heads import DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
 from xpress.loss import Term
+from xpress.prompts import Prompt
 from xpress.target import Target
 from xpress.trainee import Trainee
 
@@ -40,6 +41,11 @@ class ToyTokenizer:
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [3 + ord(c) % (V - 4) for c in text]}
+
+    def decode(self, ids, skip_special_tokens=False):
+        """The letter of each id, so that encoding what was decoded gives the ids back."""
+        letters = {3 + ord(c) % (V - 4): c for c in map(chr, range(33, 33 + V - 4))}
+        return "".join(letters.get(i, "" if skip_special_tokens else "?") for i in ids)
 
 
 def make_model(kind: str = "llama", seed: int = 0, dtype=torch.float32, **changes):
@@ -198,7 +204,8 @@ def count_batch(T=12, documents=None, supervised_from=0) -> Batch:
     starts = torch.cat([torch.tensor([True]), documents[1:] != documents[:-1]])
     positions = torch.arange(T) - torch.where(starts, torch.arange(T), 0).cummax(0).values
     supervised = torch.arange(T) >= supervised_from
-    return Batch(torch.arange(T)[None], positions[None], documents[None], supervised[None], ["count"])
+    names = tuple(f"count-{d}" for d in range(int(documents.max()) + 1))
+    return Batch(torch.arange(T)[None], positions[None], documents[None], supervised[None], [names])
 
 
 XPRESS = [Term("refined", "gold"), Term("consistency", "self", 0.3, rounds=3), Term("anchor", "none", [0.6, 0.2])]
@@ -221,3 +228,23 @@ def anchors_at(batch: Batch, places: list[int], num_draft: int) -> Anchors:
     """Blocks at the same places of every sequence."""
     index = torch.tensor([places]).expand(len(batch.ids), -1)
     return lay_out(batch, index, torch.ones_like(index, dtype=torch.bool), num_draft)
+
+
+TEXTS = [
+    "Hi",
+    "Add two numbers, please.",
+    "Why?",
+    "Name a colour",
+    "A much longer question, with more words in it",
+    "No",
+]
+PROMPTS = [Prompt(f"toy/{i}", "toy", [text]) for i, text in enumerate(TEXTS)]
+
+
+def stopping_target(*stops, **changes):
+    """A toy whose answers end: `stops` are its end-of-text ids, the first one the tokenizer's and its pad too."""
+    target = make_target(**changes)
+    target.tokenizer = ToyTokenizer()
+    target.tokenizer.eos_token_id = target.tokenizer.pad_token_id = stops[0] if stops else None
+    target.model.generation_config.eos_token_id = list(stops) or None
+    return target

@@ -1,8 +1,9 @@
 """Training blocks: where they start, what they may see, what they are trained to say.
 
 At most max_anchors a sequence are drawn without replacement from (seed, epoch, row id), never from the rank or from
-what else shares the batch, among positions whose token and next token are supervised in the same document. A block sees target features strictly before its
-anchor, by position, of its own document, and its own slots. Its labels stop counting at the first unsupervised token.
+what else shares the batch, among positions whose token and next token are supervised in the same document. A block
+sees target features strictly before its anchor, by position, of its own document, and its own slots. Its labels stop
+counting at the first unsupervised token.
 """
 
 from __future__ import annotations

@@ -8,32 +8,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from datetime import datetime
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from xpress import checkpoint, data, evaluate, parts, prompts, track
-from xpress.features import FeatureSource
+from xpress import checkpoint, conversations, data, evaluate, parts, prompts, track
+from xpress.client import Server
+from xpress.feature_cache import CachedFeatures
+from xpress.features import OnlineFeatures
 from xpress.files import write_json
+from xpress.generation import generate_data
 from xpress.parts import find, from_anywhere, refuse_unknown, versions
+from xpress.recipe import TrainSettings
 from xpress.refine import check_passes
 from xpress.sampling import Sampling
-from xpress.train import Run, TrainSettings, usable
+from xpress.train import Run
 from xpress.trainee import Trainee
 
 RUN_CONFIG = "config.yaml"  # of a run's folder; a checkpoint has config.json
 DATA_KEYS = {"path", "limit"}
 TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking"}
-TRAIN_KEYS |= {"tracker", "wandb_mode"}
+TRAIN_KEYS |= {"tracker", "wandb_mode", "features", "cache_dir"}
 EVAL_KEYS = {"checkpoint", "bare", "target", "bench", "data_dir", "samples", "passes", "protocol", "out", "device"}
 EVAL_KEYS |= {"max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
-GENERATE_KEYS = {"target", "prompts", "data_dir", "samples", "out", "max_new_tokens", "batch_size", "temperature"}
-GENERATE_KEYS |= {"top_p", "seed", "thinking", "device"}
+ANSWER_KEYS = {"max_new_tokens", "batch_size", "temperature", "top_p", "seed", "thinking", "turns", "drop_truncated"}
+SERVER_KEYS = {"base_url", "endpoint", "model", "concurrency", "retries", "timeout"}
+GENERATE_KEYS = {"target", "prompts", "data_dir", "samples", "out", "device", "backend"} | ANSWER_KEYS | SERVER_KEYS
 
 
 def plain(cfg: DictConfig, known: set[str]) -> dict:
@@ -69,42 +77,29 @@ def run_folder(out: str, resume: bool = False) -> Path:
 # --- the programs ---------------------------------------------------------------------------------------------------
 
 
-def training(cfg: DictConfig) -> tuple[Run, dict]:
-    """Everything that train.py needs: the run (resumed where asked) and the provenance of what it will write."""
+def training(cfg: DictConfig, say: Callable = print, progress: Callable = lambda done, total: None) -> tuple[Run, dict]:
+    """Everything that train.py needs: the run (resumed where asked) and the provenance of what it will write.
+
+    say: what the user should know, in the main process; progress(done, total): rows whose features are written.
+    """
     fields = {field.name for field in dataclasses.fields(TrainSettings)}
     raw = plain(cfg, TRAIN_KEYS | fields)
     settings = TrainSettings(**{key: raw[key] for key in fields & raw.keys()})
     terms = parts.make_terms(raw["objective"])
     track.check(raw["tracker"], raw["wandb_mode"])
     refuse_unknown("data", raw["data"], DATA_KEYS)
+    if raw["features"] not in ("online", "cached"):
+        raise ValueError(f"features={raw['features']}: known are online (target in the step) and cached (on disk)")
     state = PartialState(cpu=parts.device_of(raw["device"]) == "cpu")
+    say = say if state.is_main_process else lambda text: None
     with state.main_process_first():  # one process claims the folder for all
         out = run_folder(raw["out"], raw["resume"] or not state.is_main_process)
-    if raw["resume"] and (out / "checkpoint").exists():
-        raise ValueError(f"out={out}: this run is finished, its checkpoint is in {out / 'checkpoint'}")
     try:
-        target = parts.make_target(raw["target"], str(state.device))
-        path = find(raw["data"]["path"])
-        limit = raw["data"].get("limit")
-        rows = data.load_rows(path, target.tokenizer, raw["thinking"], limit, target.vocab_size)
-        data.check_made_for(path, target, raw["thinking"])
-        rows = usable(rows, settings)
-        drafter, origin = parts.make_drafter(raw["drafter"], target, rows, settings)
-        torch.manual_seed(settings.seed + 1)
-        head = parts.make_head(raw["head"], drafter, target)
-        trainee = Trainee(drafter, head, terms, settings.train_drafter, settings.chunk)
-        source = FeatureSource(target, drafter.layer_ids, drafter.draft_ids is not None, keep=settings.keep_features)
-        run = Run(out, trainee, rows, source, settings)
-        provenance = {
-            "target": {"name": from_anywhere(raw["target"]["name"]), "fingerprint": target.fingerprint()},
-            "template": prompts.template_facts(target.tokenizer, raw["thinking"]),
-            "data": {"path": str(raw["data"]["path"]), **data.data_facts(rows)},
-            "recipe": {key: raw[key] for key in sorted(fields & raw.keys())} | {"objective": raw["objective"]},
-            "init": origin,
-            "versions": versions(),
-        }
-        if raw["resume"]:
-            run.resume()
+        run, provenance = assemble(raw, settings, terms, out, state, say, progress)
+        for text in run.resume() if raw["resume"] else []:
+            say(f"resumed with a change: {text}")
+        if run.step >= settings.steps:
+            raise ValueError(f"out={out}: this run is finished, its checkpoint is in {out / 'checkpoint'}; raise steps")
     except Exception:
         if state.is_main_process and not raw["resume"]:  # nothing was done: the folder is free again
             (out / RUN_CONFIG).unlink(missing_ok=True)
@@ -112,6 +107,63 @@ def training(cfg: DictConfig) -> tuple[Run, dict]:
     if state.is_main_process:
         OmegaConf.save(OmegaConf.create(raw), out / RUN_CONFIG)
     return run, provenance
+
+
+def assemble(raw: dict, settings: TrainSettings, terms, out: Path, state, say, progress) -> tuple[Run, dict]:
+    """Target, rows, drafter, head, objective and features as a run, with its provenance."""
+    target = parts.make_target(raw["target"], str(state.device))
+    rows, held_out, path, skipped = read_rows(raw, settings, target)
+    drafter, origin = parts.make_drafter(raw["drafter"], target, rows, settings)
+    torch.manual_seed(settings.seed + 1)
+    head = parts.make_head(raw["head"], drafter, target)
+    trainee = Trainee(drafter, head, terms, settings.train_drafter, settings.chunk)
+    parts.check_room(out, trainee)
+    reduced = drafter.draft_ids is not None
+    template = prompts.template_facts(target.tokenizer, raw["thinking"])
+    facts = {
+        "target": target.fingerprint(),
+        "drafter": drafter.config.to_json() | {"draft_ids": data.hash_of(drafter.config.draft_ids)},
+        "head": None if head is None else head.config,
+        "objective": [dataclasses.asdict(term) for term in terms],
+        "data": data.data_facts(rows)["sha256"],
+        "held_out": data.data_facts(held_out)["sha256"],
+        "init": None if origin is None else origin["sha256"],
+    }
+    provenance = {
+        "target": {"name": from_anywhere(raw["target"]["name"]), "fingerprint": target.fingerprint()},
+        "template": template,
+        "data": {"path": str(path), **data.data_facts(rows), "held_out": len(held_out), "skipped": dict(skipped)},
+        "recipe": {key: raw[key] for key in sorted(raw.keys() & set(settings.__dataclass_fields__))},
+        "init": origin,
+        "versions": versions(),
+    }
+    provenance["recipe"] |= {"objective": raw["objective"]}
+    if reduced:
+        on = held_out or rows
+        share = provenance["data"]["coverage"] = data.coverage(on, drafter.config.draft_ids)
+        where = "held-out" if held_out else "training"
+        say(f"draft vocabulary: {len(drafter.draft_ids)} ids hold {share:.2%} of the {where} answers' tokens")
+    source = OnlineFeatures(target, drafter.layer_ids, reduced)
+    if raw["features"] == "cached":
+        made_of = {"template": template, "tokenizer": prompts.tokenizer_hash(target.tokenizer)}
+        source = CachedFeatures(find(raw["cache_dir"]), source, [*rows, *held_out], settings.max_length, made_of)
+        size, left = source.num_tokens * source.bytes_per_token / 1e9, len(source.missing())
+        say(f"features: {source.num_tokens} tokens, {size:.2f} GB in {source.folder}, {left} shards to write")
+        source.build(state.process_index, state.num_processes, progress)
+        state.wait_for_everyone()
+        target.release_layers()
+    return Run(out, trainee, rows, source, settings, held_out, facts, state.device), provenance
+
+
+def read_rows(raw: dict, settings: TrainSettings, target):
+    """-> training rows, held-out rows, where they lie, why others were skipped."""
+    skipped, path = Counter(), find(raw["data"]["path"])
+    limit = raw["data"].get("limit")
+    rows = data.load_rows(
+        path, target.tokenizer, raw["thinking"], limit, target.vocab_size, settings.max_length, skipped
+    )
+    data.check_made_for(path, target, raw["thinking"])
+    return *data.hold_out(rows, settings.eval_rows if settings.eval_every else 0), path, skipped
 
 
 def evaluation(cfg: DictConfig, progress) -> list[dict]:
@@ -193,9 +245,42 @@ def write_result(folder: Path, bench: str, report: dict) -> Path:
 
 
 def generation(cfg: DictConfig, progress) -> dict:
-    """generate_data.py: answers of the target to a set's prompts."""
+    """generate_data.py: answers of the target to the prompts of a set or of files.
+
+    -> the counts over all processes, and beside them `skipped` {reason: count} and `failed_rows` {row id: reason}.
+    """
     raw = plain(cfg, GENERATE_KEYS)
-    chosen = prompts.load_prompts(raw["prompts"], raw["samples"], raw["data_dir"])
-    target = parts.make_target(raw["target"], parts.device_of(raw["device"]))
-    names = ("max_new_tokens", "batch_size", "temperature", "top_p", "seed", "thinking")
-    return data.generate_data(target, chosen, raw["out"], **{key: raw[key] for key in names}, progress=progress)
+    if raw["backend"] not in ("hf", "openai"):
+        raise ValueError(f"backend={raw['backend']}: known are hf (the weights, here) and openai (a server)")
+    served, skipped, failed = raw["backend"] == "openai", Counter(), {}
+    path = Path(parts.find(raw["prompts"])).expanduser()
+    elsewhere = raw["prompts"] not in prompts.SETS and path.exists()
+    if elsewhere:
+        chosen = conversations.load_conversations(path, raw["samples"], skipped)
+    else:
+        chosen = prompts.load_prompts(raw["prompts"], raw["samples"], raw["data_dir"])
+    # whoever has finished waits for the slowest: the usual ten minutes would end the run
+    state = PartialState(cpu=served or parts.device_of(raw["device"]) == "cpu", timeout=timedelta(days=7))
+    if not state.is_main_process:
+        skipped = Counter()  # every process has read the same files; one counts what is no use in them
+    target = parts.make_tokens(raw["target"]) if served else parts.make_target(raw["target"], str(state.device))
+    counts = generate_data(
+        target,
+        chosen,
+        Path(raw["out"]).expanduser(),
+        **{key: raw[key] for key in ANSWER_KEYS},
+        skip_unusable=elsewhere,
+        server=Server(**{key: raw[key] for key in SERVER_KEYS}) if served else None,
+        rank=state.process_index,
+        ranks=state.num_processes,
+        wait=state.wait_for_everyone,
+        skipped=skipped,
+        failed=failed,
+        progress=progress,
+    )
+    found = gather_object([(counts, skipped, failed)])
+    return {
+        **{name: sum(own[0][name] for own in found) for name in counts},
+        "skipped": dict(sum((own[1] for own in found), Counter())),
+        "failed_rows": {name: why for own in found for name, why in own[2].items()},
+    }

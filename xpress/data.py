@@ -1,4 +1,4 @@
-"""Training rows: ids, not text. Prompts in, the target's own answers out, and back as batches.
+"""Training rows: ids, not text. Read from shards, dropped with a reason where unusable, laid out as batches.
 
 A row is the prompt's ids as rendered with the generation prompt, then the ids that the target generated, its stop token
 included; exactly the generated ids are supervised. Neither the template nor `ids != pad` is asked for masks: templates
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
 
-from xpress.files import write_json, write_text
-from xpress.prompts import Prompt, read_jsonl, render, stop_ids, template_facts, user
+from xpress.prompts import Prompt, read_jsonl, render, template_facts
 
 SETTINGS = "settings.json"
 
@@ -30,133 +29,12 @@ class Row:
     response_ids: list[int]
 
 
-def row_id(prompt: Prompt) -> str:
-    """Stable name of a prompt: its set and a hash of its text."""
-    return f"{prompt.source}-{hashlib.blake2b(prompt.turns[0].encode(), digest_size=8).hexdigest()}"
-
-
-# --- generating -----------------------------------------------------------------------------------------------------
-
-
-def generate_data(
-    target,
-    prompts: list[Prompt],
-    out: str | Path,
-    *,
-    max_new_tokens: int = 256,
-    batch_size: int = 32,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    thinking: bool = False,
-    progress=lambda done, total: None,
-) -> dict:
-    """The target's answers to `prompts`, one shard a batch, each written whole or not at all -> counts.
-
-    Resumable: rows that a shard already holds are not generated again. Raises ValueError when `out` was made with other
-    settings, and for prompts that leave no room in the context.
-    """
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "target": {"name": target.name, "fingerprint": target.fingerprint()},
-        "template": template_facts(target.tokenizer, thinking),
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-    }
-    _claim(out, settings)
-    done = {row["id"] for path in shards(out) for row in read_jsonl(path)}
-    todo = {}
-    for prompt in prompts:
-        todo.setdefault(row_id(prompt), prompt)  # equal prompts are answered once
-    total = len(todo)
-    todo = {name: prompt for name, prompt in todo.items() if name not in done}
-    rendered = {name: render(target.tokenizer, user(prompt.turns), thinking) for name, prompt in todo.items()}
-    for name, ids in rendered.items():
-        if target.context_length and len(ids) + max_new_tokens > target.context_length:
-            raise ValueError(
-                f"prompt {todo[name].id}: {len(ids)} tokens and max_new_tokens={max_new_tokens} exceed the target's "
-                f"context of {target.context_length}"
-            )
-    names = sorted(rendered, key=lambda name: len(rendered[name]))  # equal lengths together: little padding
-    counts = {"rows": total - len(todo), "tokens": 0, "stopped": 0, "empty": 0}
-    progress(counts["rows"], total)
-    for start in range(0, len(names), batch_size):
-        part = names[start : start + batch_size]
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}/{part[0]}".encode(), digest_size=4).digest(), "big"))
-        answers = _answer(target, [rendered[name] for name in part], max_new_tokens, temperature, top_p)
-        rows = []
-        for name, ids in zip(part, answers):
-            if not ids:
-                counts["empty"] += 1
-                continue
-            stopped = ids[-1] in stop_ids(target.tokenizer, target.model)
-            counts["stopped"] += stopped
-            counts["tokens"] += len(ids)
-            rows.append(
-                {
-                    "id": name,
-                    "source": todo[name].source,
-                    "prompt_ids": rendered[name],
-                    "response_ids": ids,
-                    "finish": "stop" if stopped else "length",
-                }
-            )
-        if rows:  # named by a row that it holds: that prompt is done, so no later shard can take the name
-            write_text(out / f"shard-{rows[0]['id']}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        counts["rows"] += len(part)
-        progress(counts["rows"], total)
-    return counts
-
-
-@torch.inference_mode()
-def _answer(target, prompts: list[list[int]], max_new_tokens, temperature, top_p) -> list[list[int]]:
-    """Batched generation with left padding -> generated ids, cut after the first stop token."""
-    stops = stop_ids(target.tokenizer, target.model)
-    width = max(map(len, prompts))
-    pad = stops[0] if stops else 0
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=target.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
-    sampled = dict(temperature=temperature, top_p=top_p, top_k=0) if temperature > 0 else {}
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=temperature > 0,
-        eos_token_id=list(stops) or None,
-        pad_token_id=pad,
-        **sampled,
-    )
-    model, own = target.model, target.model.generation_config
-    model.generation_config = config  # else repetition_penalty and the like of the target's own would slip in
-    try:
-        new = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-    finally:
-        model.generation_config = own
-    return [_until_stop(row, stops) for row in new]
-
-
-def _until_stop(ids: list[int], stops) -> list[int]:
-    for i, token in enumerate(ids):
-        if token in stops:
-            return ids[: i + 1]
-    return ids
-
-
-def _claim(out: Path, settings: dict):
-    path = out / SETTINGS
-    if path.exists():
-        old = json.loads(path.read_text())
-        changed = [key for key in settings if old.get(key) != settings[key]]
-        if changed:
-            raise ValueError(f"out={out} holds rows made with other {', '.join(changed)}; choose another folder")
-    elif any(out.iterdir()):
-        raise ValueError(f"out={out}: the folder is not empty and holds no {SETTINGS}; choose another folder")
-    else:
-        write_json(path, settings)
+def row_id(prompt: Prompt, turn: int = 0) -> str:
+    """Stable name of a turn: its set, a hash of all that was said to the target up to there, and "#2", "#3", … from the
+    second turn on: conversations that open alike and part later do not share a name."""
+    said = [*([prompt.system] if prompt.system else []), *prompt.turns[: turn + 1]]
+    digest = hashlib.blake2b("\0".join(said).encode(), digest_size=8).hexdigest()
+    return f"{prompt.source}-{digest}" + (f"#{turn + 1}" if turn else "")
 
 
 def shards(path: Path) -> list[Path]:
@@ -164,21 +42,27 @@ def shards(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(path.glob("shard-*.jsonl"))
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
 def load_rows(
-    path: str | Path, tokenizer=None, thinking: bool = False, limit: int | None = None, vocab_size: int | None = None
+    path: str | Path,
+    tokenizer=None,
+    thinking: bool = False,
+    limit: int | None = None,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+    skipped: Counter | None = None,
 ) -> list[Row]:
     """Rows of a folder or a JSONL file. A record has response_ids, and prompt_ids or a `prompt` text to render.
 
-    Raises FileNotFoundError, or ValueError with file and record, also for ids outside 0 … vocab_size − 1.
+    Rows that nothing can be learnt from are dropped, the reasons counted in `skipped`; with max_length (tokens of
+    prompt and answer) also those that open no block within it. limit: usable rows. Raises FileNotFoundError, or
+    ValueError with file and record, also for ids outside 0 … vocab_size − 1.
     """
+    skipped = Counter() if skipped is None else skipped
     path = Path(path).expanduser()
     files = shards(path) if path.exists() else []
     if not files:
         raise FileNotFoundError(f"data.path={path}: no rows there; make them with scripts/generate_data.py")
-    rows = []
+    rows, seen = [], Counter()
     for file in files:
         for number, raw in enumerate(read_jsonl(file), 1):
             prompt_ids, response_ids = raw.get("prompt_ids"), raw.get("response_ids")
@@ -193,13 +77,31 @@ def load_rows(
                         f"{file}, record {number}: {name} holds {odd[0]}, which is no row of the target's embedding "
                         f"({vocab_size} rows); the rows were made with another target"
                     )
-            if prompt_ids and response_ids:
-                rows.append(Row(str(raw.get("id", f"{file.name}:{number}")), prompt_ids, response_ids))
+            if reason := unusable(prompt_ids, response_ids, max_length):
+                skipped[reason] += 1
+                continue
+            name = str(raw.get("id", f"{file.name}:{number}"))
+            seen[name] += 1  # anchors and features are kept by name
+            rows.append(Row(name if seen[name] == 1 else f"{name}~{seen[name]}", prompt_ids, response_ids))
             if limit and len(rows) >= limit:
                 return rows
     if not rows:
-        raise ValueError(f"data.path={path}: no usable row, every prompt or answer is empty")
+        told = ", ".join(f"{n}× {reason}" for reason, n in skipped.most_common())
+        raise ValueError(f"data.path={path}: no usable row ({told})")
     return rows
+
+
+def unusable(prompt_ids: list[int], response_ids: list[int], max_length: int | None = None) -> str | None:
+    """Why a row teaches nothing, or None. A block needs two supervised tokens: its anchor and one to draft."""
+    if not prompt_ids:
+        return "empty prompt"
+    if not response_ids:
+        return "empty answer"
+    if max_length is None:
+        return None
+    if len(response_ids) < 2:
+        return "answer of one token: no block"
+    return "answer cut away by max_length" if len(prompt_ids) + 2 > max_length else None
 
 
 def check_made_for(path: str | Path, target, thinking: bool):
@@ -208,7 +110,8 @@ def check_made_for(path: str | Path, target, thinking: bool):
     if not file.exists():
         return  # rows from elsewhere say nothing of how they were made
     made = json.loads(file.read_text())
-    if made["target"]["fingerprint"] != target.fingerprint():
+    known = made["target"]["fingerprint"]  # null where a server answered: its weights were not seen
+    if known is not None and known != target.fingerprint():
         raise ValueError(
             f"data.path={path}: the rows are answers of {made['target']['name']}, whose weights are not those of "
             f"target {target.name}; generate this target's own"
@@ -224,6 +127,36 @@ def data_facts(rows: list[Row]) -> dict:
         digest.update(f"{row.id}{row.prompt_ids}{row.response_ids}".encode())
     tokens = sum(len(row.response_ids) for row in rows)
     return {"rows": len(rows), "response_tokens": tokens, "sha256": digest.hexdigest()}
+
+
+def hash_of(ids) -> str | None:
+    """Short hash of a list of ids."""
+    return None if ids is None else hashlib.sha256(str(list(ids)).encode()).hexdigest()[:16]
+
+
+def hold_out(rows: list[Row], count: int) -> tuple[list[Row], list[Row]]:
+    """-> rows to train on, `count` rows to evaluate on: a choice by name, the same whatever the order, and never the
+    turns of one conversation on both sides (their names differ after the last "#").
+
+    Raises ValueError where more than half would be held out.
+    """
+    if 2 * count > len(rows):
+        raise ValueError(f"eval_rows={count}: more than half of the {len(rows)} rows; lower it, or set eval_every=0")
+    talk = lambda row: hashlib.blake2b(row.id.partition("#")[0].encode()).digest()  # noqa: E731
+    order = sorted(rows, key=lambda row: (talk(row), row.id))
+    held = order[:count]
+    while count and count < len(order) and talk(order[count]) == talk(held[-1]):  # the rest of the last conversation
+        held.append(order[count])
+        count += 1
+    names = {row.id for row in held}
+    return [row for row in rows if row.id not in names], held
+
+
+def coverage(rows: list[Row], draft_ids) -> float:
+    """Share of the answers' tokens that lie in a reduced draft vocabulary."""
+    known = set(draft_ids)
+    tokens = [i for row in rows for i in row.response_ids]
+    return sum(i in known for i in tokens) / max(1, len(tokens))
 
 
 def frequent_ids(rows: list[Row], size: int, vocab_size: int, always=()) -> list[int]:

@@ -1,7 +1,7 @@
 """The target's features on disk: written once, read memory-mapped in every later epoch and run.
 
-    <cache_dir>/<key>/cache.json                     what the key stands for
-                      features-00000.safetensors …   hidden [n,M·D], last [n,D], and log_norm [n] of a reduced vocabulary
+    <cache_dir>/<key>/cache.json                   what the key stands for
+                      features-00000.safetensors   hidden [n,M·D], last [n,D], and log_norm [n] of a reduced vocabulary
 
 The key covers everything that the numbers depend on, so a change of data, template, length or target makes a new cache.
 Which row lies where follows from the rows alone: shards need no index, any number of processes may write them, and a

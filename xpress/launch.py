@@ -1,4 +1,4 @@
-"""One accelerate object for every way of running: one process, DDP, or FSDP2, as `accelerate launch` or torchrun says."""
+"""One accelerate object for every way of running: one process, DDP, or FSDP2, as the launcher says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ful
 
 
 def make_accelerator(precision: str, cpu: bool) -> Accelerator:
-    """Sharding is asked for as `accelerate launch --use_fsdp` does, by ACCELERATE_USE_FSDP=true; only version 2 is taken.
+    """Sharding is asked for as `accelerate launch --use_fsdp` does, by ACCELERATE_USE_FSDP=true; version 2 is taken.
 
     The trainee is sharded as a whole: its parts read each other's weights (the loss the readout, attention the keys of
     the context), so they are gathered once a step. Gradients, moments and fp32 weights are what sharding saves.

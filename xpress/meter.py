@@ -32,7 +32,7 @@ class Meter:
 
     def facts(self, stop: bool = False) -> dict:
         """-> loss/<term>, loss/<term>/<round> of a self-fed term, tau/<who> and accept/<who> (share of blocks whose
-        first k draft tokens equal the data's), blocks, tokens, peak_memory_gb, and whether any process wants to stop."""
+        first k draft tokens equal the data's), blocks, tokens, peak_memory_gb, and whether a process wants to stop."""
         parts = self.parts | {"stop": torch.tensor(float(stop), dtype=torch.float64, device=self.accelerator.device)}
         flat = self.accelerator.reduce(torch.cat([value.reshape(-1) for value in parts.values()]), "sum").tolist()
         read = {}

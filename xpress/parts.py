@@ -9,25 +9,27 @@ import dataclasses
 import inspect
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
 import torch
 
-from xpress import checkpoint, data, prompts
+from xpress import batches, checkpoint, data, prompts, state
 from xpress.anchors import Batch
+from xpress.client import Tokens
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.features import feature_scale
 from xpress.files import file_hash
 from xpress.loss import Term
+from xpress.recipe import TrainSettings
 from xpress.target import Target
-from xpress.train import TrainSettings
 
 REPO = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
-TARGET_KEYS = {"name", "dtype", "revision"}
+TARGET_KEYS = {"name", "dtype", "revision", "device_map"}
 TERM_VALUES = {
     "rounds": "rounds",
     "anchor": "weight",
@@ -64,15 +66,25 @@ def device_of(name: str | None) -> str:
 
 
 def make_target(section: dict, device: str, dtype: str | None = None) -> Target:
+    place = _place(section)
+    target = Target.from_pretrained(place, dtype or section.get("dtype") or "float32", device, section.get("revision"))
+    target.name = section["name"]
+    return target
+
+
+def make_tokens(section: dict) -> Tokens:
+    """The target's tokenizer and stop ids without its weights, for rows that a server answers."""
+    tokens = Tokens.from_pretrained(_place(section), section.get("revision"))
+    tokens.name = section["name"]
+    return tokens
+
+
+def _place(section: dict) -> str:
     refuse_unknown("target", section, TARGET_KEYS)
     name = section["name"]
     if name == "smollm2-135m-instruct" and find(name) == name:
         raise FileNotFoundError(f"target.name={name} is not in {HOME}; run: python scripts/get_smollm2.py")
-    target = Target.from_pretrained(
-        find(name), dtype or section.get("dtype") or "float32", device, section.get("revision")
-    )
-    target.name = name
-    return target
+    return find(name)
 
 
 def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -> tuple[DFlashDrafter, dict | None]:
@@ -95,7 +107,7 @@ def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -
         ids = data.frequent_ids(rows, vocab, target.vocab_size, always)
         config = dataclasses.replace(config, draft_ids=tuple(ids))
     if config.feature_scale == (1.0,) * len(config.target_layer_ids):
-        sample: Batch = data.collate(rows[:16], settings.max_length).to(target.device)
+        sample: Batch = batches.collate(rows[:16], settings.max_length).to(target.device)
         config = dataclasses.replace(config, feature_scale=feature_scale(target, sample, config.target_layer_ids))
     torch.manual_seed(settings.seed)
     return DFlashDrafter(config).bind(target), None
@@ -138,6 +150,16 @@ def make_terms(section: dict) -> list[Term]:
     if not terms:
         raise ValueError("objective: no term is left, all have weight 0 or no rounds; nothing would be trained")
     return terms
+
+
+def check_room(out: Path, trainee):
+    """Raises OSError where the disk cannot hold what a run keeps: three states while one is written, best and last."""
+    free, need = shutil.disk_usage(out).free, 4 * state.size(trainee)
+    if need > free:
+        raise OSError(
+            f"out={out}: a run of this size keeps up to {need / 1e9:.1f} GB of states and checkpoints, the disk has "
+            f"{free / 1e9:.1f} GB; give another out"
+        )
 
 
 def versions() -> dict:

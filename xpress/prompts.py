@@ -77,11 +77,12 @@ SETS = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """id: stable name; source: the set; turns: what the user says, first turn first."""
+    """id: stable name; source: the set; turns: what the user says, first turn first; system: what stands before."""
 
     id: str
     source: str
     turns: list[str]
+    system: str = ""
 
 
 def load_prompts(name: str, samples: int | None = None, data_dir: str | None = None, shuffle_seed: int | None = 0):
@@ -197,6 +198,12 @@ def template_facts(tokenizer, thinking: bool) -> dict:
         "template_sha256": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         "rendered_sha256": hashlib.sha256(str(ids).encode()).hexdigest(),
     }
+
+
+def tokenizer_hash(tokenizer) -> str | None:
+    """sha256 of everything that turns text into ids; None for a tokenizer without such a description."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return None if backend is None else hashlib.sha256(backend.to_str().encode()).hexdigest()
 
 
 def stop_ids(tokenizer, model=None) -> tuple[int, ...]:

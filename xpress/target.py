@@ -56,18 +56,21 @@ class Target:
         self.length = 0  # tokens whose state is committed to the cache
 
     @classmethod
-    def from_pretrained(cls, name: str, dtype: str | torch.dtype = "float32", device: str = "cpu", revision=None):
-        """`name` is a local folder or a hub id. Raises OSError naming `target` where neither can be read."""
+    def from_pretrained(
+        cls, name: str, dtype: str | torch.dtype = "float32", device: str = "cpu", revision=None, device_map=None
+    ):
+        """`name` is a local folder or a hub id; device_map spreads the layers over devices, as in transformers, where
+        one does not hold them. Raises OSError naming `target` where neither can be read."""
         from transformers import AutoModelForCausalLM, AutoTokenizer  # early 5.x: they drag in accelerate and triton
 
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, revision=revision)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, revision=revision, device_map=device_map)
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
         except (OSError, ValueError) as error:
             known = "the folder has no readable model" if Path(name).is_dir() else "no such folder, and no hub access"
             raise OSError(f"target={name}: {known}. Give a local folder or a hub id (with network). {error}") from error
-        return cls(model.to(device), tokenizer, name=str(name))
+        return cls(model if device_map else model.to(device), tokenizer, name=str(name))
 
     def _refuse_unsupported(self):
         kinds = set(getattr(self.config, "layer_types", None) or ())
@@ -164,7 +167,9 @@ class Target:
         return hook
 
     def _features(self) -> Tensor:
-        return torch.cat([self._captured[l] for l in self._layer_ids], -1)
+        return torch.cat(
+            [self._captured[l].to(self.device) for l in self._layer_ids], -1
+        )  # a device_map spreads layers
 
     def fingerprint(self) -> str:
         """sha256 over names, shapes and a strided sample of every weight in bf16: the same for any load dtype."""

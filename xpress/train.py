@@ -130,7 +130,7 @@ class Run:
 
     def _stop_at_nonsense(self, facts: dict, batches):
         names = gather_object([name for batch, _ in batches for ids in batch.row_ids for name in ids])
-        bad = [k[5:] for k, v in facts.items() if k.startswith("loss/") and not math.isfinite(v)]
+        bad = [t.name for t in self.trainee.terms if not math.isfinite(facts[f"loss/{t.name}"])]
         raise FloatingPointError(
             f"step {self.step + 1}: {', '.join(bad) or 'the gradient'} is not finite, rows {names}; lower lr, or "
             "look at these rows"
