@@ -4,9 +4,9 @@
 
 One step is forward, backward and AdamW of drafter and head in fp32 on the CPU, target features given, at SmolLM2-135M's
 sizes over the full vocabulary with random weights, under configs/objective/xpress.yaml; competitors.py holds the
-three. Each runs in a fresh process: its first step is measured for memory and compared (loss and gradients, same
-weights, inputs and anchors), the later ones are timed, in turns with the others. Memory is what the step adds to model,
-optimizer state and inputs. Prints the protocol, a line a measurement with its ratios, and one JSON line at the end.
+three. Memory is what the first step of a fresh process adds to model, optimizer state and inputs; its loss and
+gradients are compared with ours (same weights, inputs and anchors). Time is taken in processes of their own, a step of
+each competitor in turn after one to warm up; CPU seconds stand beside it, for machines that others use too. Prints the protocol, a line a measurement with its ratios, and one JSON line at the end.
 Exits with 1 where ours and the plain loss disagree.
 """
 
@@ -38,9 +38,11 @@ HOW_TO_ADD = """speculators: skipped, {python} cannot import it ({reason})
 class Worker:
     """A process of step_worker.py. Once something failed, `failed` says what, and every further answer is empty."""
 
-    def __init__(self, kind: str, python: str, **case):
+    def __init__(self, kind: str, python: str, exact_memory: bool = False, **case):
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         env = {**os.environ, **dict.fromkeys(names, str(case["threads"])), "HF_HUB_OFFLINE": "1"}
+        if exact_memory:  # every tensor its own mapping, returned when freed: how full the heap is does not show
+            env["MALLOC_MMAP_THRESHOLD_"] = "65536"
         self.failed, self.missing, self.log = None, False, tempfile.TemporaryFile("w+")
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=env)
         self.process = subprocess.Popen([python, str(WORKER), kind, json.dumps(case)], **pipes)
@@ -89,26 +91,34 @@ def measure(pythons: dict[str, str], repeats: int, **case) -> list[dict]:
     """One case -> a row a competitor, "ours" first; a row of one that fails says why in `failed`."""
     from safetensors.torch import load_file  # torch only when the arguments are known to be good
 
+    first, seconds, cpu, failed = {}, {name: [] for name in pythons}, {name: [] for name in pythons}, {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        workers, first, seconds = {}, {}, {name: [] for name in pythons}
         for name, python in pythons.items():
-            workers[name] = stack.enter_context(Worker(name, python, **case))
-            first[name] = workers[name].ask(f"first {folder}/{name}")
-        for _ in range(repeats):
+            with Worker(name, python, exact_memory=True, **case) as worker:
+                first[name] = worker.ask(f"first {folder}/{name}")
+            failed[name] = worker.failed
+        names = [name for name in pythons if not failed[name]]
+        workers = {name: stack.enter_context(Worker(name, pythons[name], **case)) for name in names}
+        for turn in range(1 + repeats):  # the first is a warm-up
             for name, worker in workers.items():
-                seconds[name].append(worker.ask("step").get("seconds"))
-        if workers["ours"].failed:
-            raise RuntimeError(f"ours, {case}: {workers['ours'].failed}")
+                found = worker.ask("step")
+                failed[name] = worker.failed
+                if turn and found:
+                    seconds[name].append(found["seconds"])
+                    cpu[name].append(found["cpu_seconds"])
+        if failed["ours"]:
+            raise RuntimeError(f"ours, {case}: {failed['ours']}")
         grads = {name: load_file(f"{folder}/{name}") for name, found in first.items() if found}
     rows = []
-    for name, worker in workers.items():
+    for name in pythons:
         row = {key: case[key] for key in ("block_size", "blocks")} | {"competitor": name}
         rows.append(row)
-        if worker.failed:
-            row["failed"] = worker.failed
+        if failed[name]:
+            row["failed"] = failed[name]
             continue
         ours, found = first["ours"], first[name]
         row["seconds_per_step"], row["all_seconds"] = statistics.median(seconds[name]), seconds[name]
+        row["cpu_seconds_per_step"] = statistics.median(cpu[name])
         row["peak_bytes"], row["loss"], row["anchors"] = found["peak"], found["loss"], len(found["anchors"])
         row["time_over_ours"] = row["seconds_per_step"] / rows[0]["seconds_per_step"]
         row["peak_over_ours"] = found["peak"] / max(1, ours["peak"])
@@ -128,6 +138,7 @@ def show(rows: list[dict]):
         print(
             f"{start} {row['anchors']:>7}{'' if row['same_anchors'] else '*'} {row['seconds_per_step']:>9.3f} "
             f"[{min(row['all_seconds']):.3f}, {max(row['all_seconds']):.3f}] {row['time_over_ours']:>6.2f} "
+            f"{row['cpu_seconds_per_step']:>9.3f} "
             f"{row['peak_bytes'] / MIB:>9.0f} {row['peak_over_ours']:>6.2f}  "
             f"{row['loss_gap']:.1e} {row['gradient_gap']:.1e}",
             flush=True,
@@ -140,7 +151,7 @@ def read_arguments(argv) -> argparse.Namespace:
     add("--blocks", type=int, nargs="+", default=[64, 256], help="anchors of a step")
     add("--block-sizes", type=int, nargs="+", default=[8, 16], help="slots of a block")
     add("--threads", type=int, default=1)
-    add("--repeats", type=int, default=5, help="timed steps of each competitor, after the first")
+    add("--repeats", type=int, default=5, help="timed steps of each competitor")
     add("--vocab", type=int, default=49152)
     add("--json", type=Path, metavar="FILE", help="write the JSON line there too")
     add("--speculators-python", metavar="PATH", default=sys.executable, help="an interpreter that has speculators")
@@ -201,7 +212,9 @@ def main(argv=None) -> int:
         "repeats": args.repeats,
     }
     print("\n".join(f"{key}: {value}" for key, value in protocol.items()))
-    print("block blocks  competitor   anchors  s a step [min, max]  ×ours   peak MiB  ×ours  loss gap, gradient gap")
+    print(
+        "block blocks  competitor   anchors  s a step [min, max]  ×ours   CPU s  peak MiB  ×ours  loss gap, gradient gap"
+    )
     rows, alone = [], []
     for block_size in args.block_sizes:
         for blocks in args.blocks:
@@ -209,7 +222,7 @@ def main(argv=None) -> int:
             new = measure(pythons, args.repeats, **case)
             show(new)
             rows += new
-            with Worker("ours", sys.executable, **case) as worker:
+            with Worker("ours", sys.executable, exact_memory=True, **case) as worker:
                 own = worker.ask("loss")
                 if worker.failed:
                     raise RuntimeError(f"the loss alone, {case}: {worker.failed}")
