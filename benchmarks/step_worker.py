@@ -102,11 +102,10 @@ def loss_alone(case: Case) -> dict:
     return {"bytes": peak - sum(tensor.nbytes for tensor in wanted)}
 
 
-def versions(kind: str) -> dict:
-    """What the interpreter of a competitor has. Raises ImportError where it lacks the competitor."""
-    __import__("speculators.models.xpress" if kind == "speculators" else "xpress.trainee")
-    names = ["torch", "transformers", *(["speculators"] if kind == "speculators" else [])]
-    return {name: importlib.metadata.version(name) for name in names}
+def speculators_versions() -> dict:
+    """What the interpreter of that competitor has. Raises ImportError where it lacks it."""
+    __import__("speculators.models.xpress")
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "speculators")}
 
 
 def hide_broken_extras():
@@ -140,7 +139,7 @@ def main():
         word, _, path = line.strip().partition(" ")
         try:
             if word == "versions":
-                answer = versions(kind)
+                answer = speculators_versions()
             elif word == "loss":
                 answer = loss_alone(case)
             else:

@@ -6,8 +6,9 @@ One step is forward, backward and AdamW of drafter and head in fp32 on the CPU, 
 sizes over the full vocabulary with random weights, under configs/objective/xpress.yaml; competitors.py holds the
 three. Memory is what the first step of a fresh process adds to model, optimizer state and inputs; its loss and
 gradients are compared with ours (same weights, inputs and anchors). Time is taken in processes of their own, a step of
-each competitor in turn after one to warm up; CPU seconds stand beside it, for machines that others use too. Prints the protocol, a line a measurement with its ratios, and one JSON line at the end.
-Exits with 1 where ours and the plain loss disagree.
+each competitor in turn after one to warm up; CPU seconds stand beside it, for machines that others use too. Prints the
+protocol, a line a measurement with its ratios, and one JSON line at the end. Exits with 1 where ours and the plain loss
+disagree.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 from xpress.files import write_text
@@ -187,18 +189,15 @@ def commit() -> str:
 def main(argv=None) -> int:
     args = read_arguments(argv)
     fixed = dict(vocab=args.vocab, threads=args.threads)
-    smallest = dict(blocks=1, block_size=2, **fixed)
     pythons = {"ours": sys.executable, "plain": sys.executable, "speculators": args.speculators_python}
-    found = {}
-    for name in ("ours", "speculators"):
-        with Worker(name, pythons[name], **smallest) as worker:
-            answer = worker.ask("versions")
-        if answer:
-            found[name] = answer
-        elif worker.missing and name == "speculators":
-            print(HOW_TO_ADD.format(python=pythons.pop(name), reason=worker.failed))
+    found = {"ours": {name: version(name) for name in ("torch", "transformers")}}
+    with Worker("speculators", args.speculators_python, blocks=1, block_size=2, **fixed) as worker:
+        if answer := worker.ask("versions"):
+            found["speculators"] = answer
+        elif worker.missing:
+            print(HOW_TO_ADD.format(python=pythons.pop("speculators"), reason=worker.failed))
         else:
-            raise RuntimeError(f"{name}: {worker.failed}")
+            raise RuntimeError(f"speculators in {args.speculators_python}: {worker.failed}")
     protocol = {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
@@ -213,7 +212,7 @@ def main(argv=None) -> int:
     }
     print("\n".join(f"{key}: {value}" for key, value in protocol.items()))
     print(
-        "block blocks  competitor   anchors  s a step [min, max]  ×ours   CPU s  peak MiB  ×ours  loss gap, gradient gap"
+        "block blocks  competitor   anchors  s a step [min, max]  ×ours   CPU s  peak MiB  ×ours  gaps: loss, gradients"
     )
     rows, alone = [], []
     for block_size in args.block_sizes:
