@@ -99,6 +99,8 @@ def measure(pythons: dict[str, str], repeats: int, **case) -> list[dict]:
             with Worker(name, python, exact_memory=True, **case) as worker:
                 first[name] = worker.ask(f"first {folder}/{name}")
             failed[name] = worker.failed
+            if first[name] and len(first[name]["anchors"]) != case["blocks"]:
+                failed[name] = f"drew {len(first[name]['anchors'])} anchors, {case['blocks']} were asked for"
         names = [name for name in pythons if not failed[name]]
         workers = {name: stack.enter_context(Worker(name, pythons[name], **case)) for name in names}
         for turn in range(1 + repeats):  # the first is a warm-up
