@@ -33,9 +33,11 @@ SHARD_BYTES = 512 << 20
 
 
 class CachedFeatures:
-    """Batch -> (Features, log_norm) from disk, the numbers of `online` for each row alone.
+    """Batch -> (Features, log_norm) from disk: the numbers of `online`, to the bit where it sees batches of the same
+    shape, else to rounding.
 
-    rows: everything that will ever be asked for; facts: what else the numbers depend on (template, tokenizer, …).
+    rows: everything that will ever be asked for; facts: what else the numbers depend on (template, tokenizer, …); the
+    target runs on `rows_at_once` rows of a shard.
     Call `build` before the first batch.
     """
 
@@ -47,8 +49,9 @@ class CachedFeatures:
         max_length: int,
         facts: dict,
         shard_bytes: int = SHARD_BYTES,
+        rows_at_once: int = 16,
     ):
-        self.online, self.max_length = online, max_length
+        self.online, self.max_length, self.rows_at_once = online, max_length, rows_at_once
         self.facts = {
             "format": FORMAT,
             "target": online.target.fingerprint(),
@@ -112,13 +115,15 @@ class CachedFeatures:
         total = sum(len(self.shards[i]) for i in mine)
         done = 0
         for i in mine:
-            parts = []
-            for row in self.shards[i]:
-                parts.append(self._of(row))
-                done += 1
+            found: dict[str, tuple[Tensor, ...]] = {}
+            rows = sorted(self.shards[i], key=lambda row: self.places[row.id][2])  # equal lengths: little padding
+            for start in range(0, len(rows), self.rows_at_once):
+                part = rows[start : start + self.rows_at_once]
+                found.update(zip((row.id for row in part), self._of(part)))
+                done += len(part)
                 progress(done, total)
-            names = ("hidden", "last", "log_norm")[: len(parts[0])]
-            tensors = {name: torch.cat(column) for name, column in zip(names, zip(*parts))}
+            columns = zip(*(found[row.id] for row in self.shards[i]))
+            tensors = {name: torch.cat(column) for name, column in zip(("hidden", "last", "log_norm"), columns)}
             try:
                 with new_file(self._path(i)) as temporary:
                     save_file(tensors, temporary)
@@ -128,12 +133,12 @@ class CachedFeatures:
                     "before it are whole. Make room or give another cache_dir; the same command goes on"
                 ) from error
 
-    def _of(self, row: Row) -> tuple[Tensor, ...]:
-        """Alone, so that what is kept does not depend on other rows."""
-        batch = collate([row], self.max_length).to(self.online.target.device)
+    def _of(self, rows: list[Row]) -> list[tuple[Tensor, ...]]:
+        batch = collate(rows, self.max_length).to(self.online.target.device)
         features, log_norm = self.online(batch)
-        found = (features.hidden[0], features.last[0]) + (() if log_norm is None else (log_norm[0],))
-        return tuple(x.cpu() for x in found)
+        found = [features.hidden, features.last] + ([] if log_norm is None else [log_norm])
+        lengths = [self.places[row.id][2] for row in rows]
+        return [tuple(x[i, :n].cpu() for x in found) for i, n in enumerate(lengths)]
 
     def __call__(self, batch: Batch) -> tuple[Features, Tensor | None]:
         sequences = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
 def make_accelerator(precision: str, cpu: bool) -> Accelerator:
@@ -18,8 +18,7 @@ def make_accelerator(precision: str, cpu: bool) -> Accelerator:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if wanted else None
     if plugin is not None:
         plugin.cpu_ram_efficient_loading = False
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)  # the buffers are constants
-    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, fsdp_plugin=plugin, kwargs_handlers=[ddp])
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, fsdp_plugin=plugin)
     if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # accelerate shards on GPUs only; torch's FSDP2 runs on gloo as well, which is how it is tested without one
         accelerator.state.distributed_type = DistributedType.FSDP

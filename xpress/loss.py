@@ -151,10 +151,19 @@ class Pass:
     is made once a chunk and shared by all tensors.
     """
 
-    def __init__(self, rows: Rows, vocabulary: Vocabulary, tensors: list[Logits], train_hidden: bool, slope: bool):
+    def __init__(
+        self,
+        rows: Rows,
+        vocabulary: Vocabulary,
+        tensors: list[Logits],
+        train_hidden: bool,
+        slope: bool,
+        token_loss: Callable = token_loss,
+    ):
         if vocabulary.draft_ids is not None and rows.log_norm is None:
             raise ValueError("a reduced draft vocabulary needs log_norm: p_target is normalised over the whole one")
         self.rows, self.vocabulary, self.tensors, self.slope = rows, vocabulary, tensors, slope
+        self.token_loss = token_loss
         wide = torch.promote_types(rows.hidden.dtype, torch.float32)
         self.sums = torch.zeros(len(tensors), dtype=wide, device=rows.hidden.device)
         self.drafts: list = [[] for _ in tensors]
@@ -191,7 +200,7 @@ class Pass:
                 slope = self.slope and (latent is not None or self.d_hidden is not None)
                 weight = rows.weights[i, part]
                 ce, l1 = ((weight * m).to(z.dtype) if m else None for m in (tensor.ce, tensor.l1))
-                value, dz = token_loss(z, label, inside, p, ce, l1, slope)
+                value, dz = self.token_loss(z, label, inside, p, ce, l1, slope)
                 self.sums[i] += value
                 if slope:
                     d_base = self._descend(i, dz, latent, d_base)

@@ -30,7 +30,7 @@ class TrainSettings:
     clip: float = 1.0
     precision: str = "no"
     compile: bool = False
-    chunk: int = 128
+    chunk: int | None = None
     log_every: int = 10
     eval_every: int = 0
     eval_rows: int = 32
@@ -40,7 +40,7 @@ class TrainSettings:
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "accumulation", "max_anchors", "max_length", "chunk", "log_every"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("save_every", "eval_every", "eval_rows", "lr", "drafter_lr_scale", "weight_decay", "warmup"):
             if not 0 <= getattr(self, name) < math.inf:

@@ -106,7 +106,9 @@ def load(folder: Path, run) -> None:
             weight.copy_(put(weight, tensors[name]))
             own = {key: moments[f"{key}.{name}"] for key in MOMENTS if f"{key}.{name}" in moments}
             if own:  # a parameter that was never stepped has none
-                run.optimizer.state[weight] = {k: v if k == "step" else put(weight, v) for k, v in own.items()}
+                run.optimizer.state[weight] = {
+                    k: v.to(weight.device) if k == "step" else put(weight, v) for k, v in own.items()
+                }
     states, rank = load_file(folder / "random.safetensors"), run.accelerator.process_index
     if f"{rank}.cpu" in states:
         torch.set_rng_state(states[f"{rank}.cpu"])

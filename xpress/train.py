@@ -59,7 +59,9 @@ class Run:
         groups = [{"params": head, "scale": 1.0}] if head else []
         if settings.train_drafter:
             groups.append({"params": list(trainee.drafter.parameters()), "scale": settings.drafter_lr_scale})
-        optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+        optimizer = torch.optim.AdamW(
+            groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )
         trainee.to(self.accelerator.device)
         self.trainee = trainee
         if settings.compile:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from xpress.anchors import Anchors, Batch
-from xpress.loss import Logits, Pass, Rows, Term, Vocabulary, attach
+from xpress.loss import Logits, Pass, Rows, Term, Vocabulary, attach, token_loss
 from xpress.refine import sweep
 from xpress.target import Features
+
+CHUNK = (1 << 23, 1 << 26)  # logits of one tensor at a time, on the CPU and on a GPU
 
 
 class Outcome(NamedTuple):
@@ -30,9 +32,10 @@ class Outcome(NamedTuple):
 
 
 class Trainee(nn.Module):
-    """Drafter, head (or None) and objective as one module. `chunk`: rows of the vocabulary-wide loss at a time."""
+    """Drafter, head (or None) and objective as one module. `chunk`: rows of the vocabulary-wide loss at a time; None:
+    what makes a few tens of MB of logits on the CPU, a few hundred on a GPU."""
 
-    def __init__(self, drafter, head, terms: list[Term], train_drafter: bool = True, chunk: int = 128):
+    def __init__(self, drafter, head, terms: list[Term], train_drafter: bool = True, chunk: int | None = None):
         super().__init__()
         feeds = [term.feed for term in terms]
         if not terms or len(set(feeds)) < len(feeds):
@@ -44,7 +47,7 @@ class Trainee(nn.Module):
         if not train_drafter and head is None:
             raise ValueError("train_drafter=false leaves nothing to train; choose a head and a term that feeds it")
         self.drafter, self.head, self.terms, self.chunk = drafter, head, terms, chunk
-        self.train_drafter = train_drafter
+        self.train_drafter, self.token_loss = train_drafter, token_loss
         self.drafter.requires_grad_(train_drafter)
 
     def forward(self, batch: Batch, anchors: Anchors, features: Features, log_norm, scale=None, passes: int = 0):
@@ -73,7 +76,8 @@ class Trainee(nn.Module):
         )
 
     def compile_parts(self):
-        """torch.compile where shapes are simple and elementwise work dominates: the MLPs of the drafter's layers."""
+        """torch.compile where elementwise work dominates and shapes are simple: the token loss, the drafter's MLPs."""
+        self.token_loss = torch.compile(token_loss, dynamic=True)
         for layer in self.drafter.layers:
             layer.mlp.compile(dynamic=True)
 
@@ -118,7 +122,9 @@ class Trainee(nn.Module):
 
     def _loss(self, block, rows: Rows, tensors: list[Logits]) -> tuple[Pass, Tensor]:
         """The pass asks for latents chunk by chunk; they are made here, on the graph, by the sweep of decoding."""
-        kind, size = rows.hidden.device.type, max(1, self.chunk // block.num_draft)
+        kind = rows.hidden.device.type
+        chunk = self.chunk or CHUNK[kind == "cuda"] // self.drafter.config.draft_vocab_size
+        size = max(1, chunk // block.num_draft)
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         readout = None if self.head is None else self.head.readout.weight
         readout = readout if readout is None or narrow is None else readout.to(narrow)
@@ -141,7 +147,8 @@ class Trainee(nn.Module):
 
         with torch.autocast(kind, enabled=False):
             vocabulary = Vocabulary(self.drafter.lm_rows, readout, self.drafter.draft_ids)
-            found = Pass(rows, vocabulary, tensors, self.train_drafter, slope).run(latents_of, size * block.num_draft)
+            found = Pass(rows, vocabulary, tensors, self.train_drafter, slope, self.token_loss)
+            found.run(latents_of, size * block.num_draft)
             total = attach(found, rows.hidden, readout, [torch.cat(latents) for latents in made if latents])
         return found, total
 
