@@ -62,13 +62,13 @@ class Ours:
     """xpress.trainee.Trainee under configs/objective/xpress.yaml."""
 
     def __init__(self, case: Case):
-        import yaml
+        from omegaconf import OmegaConf
 
         from xpress.anchors import Batch
         from xpress.drafter import DFlashDrafter
         from xpress.drafter_config import DrafterConfig
         from xpress.heads import Refiner
-        from xpress.loss import Term
+        from xpress.parts import make_terms
         from xpress.target import Features
         from xpress.trainee import Trainee
 
@@ -88,12 +88,13 @@ class Ours:
             HIDDEN, INNER, LAYERS, HEADS, KV, HEAD_DIM, case.vocab, TARGET_LAYERS, CAPTURED, MASK, ROPE,
             block_size=case.block_size, rms_norm_eps=EPS,
         )  # fmt: skip
-        terms = [Term(**term) for term in yaml.safe_load(OBJECTIVE.read_text())["terms"]]
+        objective = OmegaConf.to_container(OmegaConf.create({"objective": OmegaConf.load(OBJECTIVE)}), resolve=True)
+        terms = make_terms(objective["objective"])
         head = Refiner(case.vocab, HIDDEN, case.block_size, RANK)
         self.model = Trainee(DFlashDrafter(config).bind(target), head, terms)
         self.coefficients = torch.tensor([term.weight_at(0.0) for term in terms])
         flat = torch.zeros_like(inputs.ids)
-        self.batch = Batch(inputs.ids, inputs.positions, flat, flat == 0, ["row"])
+        self.batch = Batch(inputs.ids, inputs.positions, flat, flat == 0, [("row",)])
         self.features = Features(inputs.hidden, inputs.last)
 
     def anchors(self, blocks: int):
@@ -105,8 +106,9 @@ class Ours:
         return lay_out(self.batch, index, torch.ones_like(index, dtype=torch.bool), self.model.drafter.config.num_draft)
 
     def loss(self, blocks: int) -> torch.Tensor:
-        sums, weights, _ = self.model(self.batch, self.anchors(blocks), self.features, None)
-        return (self.coefficients * sums / weights).sum()
+        anchors = self.anchors(blocks)
+        scale = (self.coefficients / self.model.weight_sums(anchors)).tolist()
+        return self.model(self.batch, anchors, self.features, None, scale).total
 
 
 class Plain(Ours):

@@ -45,7 +45,9 @@ class Step:
         self.case, self.competitor = case, kind(case)
         fill(self.competitor.model)
         self.weights = {canonical(n): w for n, w in self.competitor.model.named_parameters() if w.requires_grad}
-        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.weights.values(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
         self.competitor.loss(1).backward()
         for weight in self.weights.values():
             weight.grad = torch.zeros_like(weight)
@@ -78,28 +80,29 @@ class Step:
 
 
 def loss_alone(case: Case) -> dict:
-    """Peak of the chunked loss, forward and backward, above its inputs and less their gradients, in bytes."""
-    from xpress.loss import Rows, Vocabulary, chunked_loss
+    """Peak of the loss, forward and backward, above its inputs and less their gradients, in bytes."""
+    from xpress.loss import Logits, Pass, Rows, Vocabulary, attach
+    from xpress.trainee import CHUNK
+
+    tensors = [Logits("none", 0.1, 0.9)] + [Logits("gold", 0.1, 0.9)] * 4  # one gold feed, three rounds
+    vocabulary = Vocabulary(torch.randn(case.vocab, HIDDEN) * 0.1, torch.randn(case.vocab, RANK).requires_grad_())
 
     def make(n: int):
-        rows = Rows(
-            hidden=torch.randn(n, HIDDEN).requires_grad_(),
-            latents=torch.randn(4, n, RANK).requires_grad_(),  # one gold feed, three rounds
-            labels=torch.randint(case.vocab, (n,)),
-            last=torch.randn(n, HIDDEN),
-            log_norm=None,
-            weights=torch.ones(5, n, dtype=torch.float64),
-        )
-        return rows, [rows.hidden, rows.latents, vocabulary.readout]
+        hidden, last = torch.randn(n, HIDDEN).requires_grad_(), torch.randn(n, HIDDEN)
+        weights = torch.ones(5, n, dtype=torch.float64)
+        rows = Rows(hidden, torch.randint(case.vocab, (n,)), last, None, weights)
+        return rows, [torch.randn(n, RANK).requires_grad_() for _ in range(4)]
 
-    def both(rows, wanted):
-        torch.autograd.grad(chunked_loss(rows, vocabulary, [(0.1, 0.9)] * 5).sum(), wanted)
+    def both(rows, latents):
+        found = Pass(rows, vocabulary, tensors, train_hidden=True, slope=True)
+        found.run(lambda i, fed, part: latents[i - 1].detach()[part], max(1, CHUNK[0] // case.vocab))
+        attach(found, rows.hidden, vocabulary.readout, latents).backward()
 
-    vocabulary = Vocabulary(torch.randn(case.vocab, HIDDEN) * 0.1, torch.randn(case.vocab, RANK).requires_grad_())
     both(*make(1))
-    rows, wanted = make(case.blocks * (case.block_size - 1))
-    peak = peak_above(lambda: both(rows, wanted))
-    return {"bytes": peak - sum(tensor.nbytes for tensor in wanted)}
+    vocabulary.readout.grad = None
+    rows, latents = make(case.blocks * (case.block_size - 1))
+    peak = peak_above(lambda: both(rows, latents))
+    return {"bytes": peak - sum(tensor.nbytes for tensor in (rows.hidden, vocabulary.readout, *latents))}
 
 
 def speculators_versions() -> dict:
