@@ -123,8 +123,10 @@ def test_sign_of_zero_is_zero():
     z, label, inside = torch.zeros(1, 4), torch.tensor([0]), torch.tensor([True])
     one = torch.ones(1)
     same, other = torch.full((1, 4), 0.25), torch.tensor([[0.25, 0.25, 0.5, 0.0]])
-    assert torch.equal(token_loss(z, label, inside, same, None, one, True)[1], torch.zeros(1, 4))
-    assert torch.equal(token_loss(z, label, inside, other, None, one, True)[1], torch.tensor([[0.0, 0.0, -0.25, 0.25]]))
+    assert torch.equal(token_loss(z, label, label, inside, same, None, one, True)[1], torch.zeros(1, 4))
+    assert torch.equal(
+        token_loss(z, label, label, inside, other, None, one, True)[1], torch.tensor([[0.0, 0.0, -0.25, 0.25]])
+    )
 
 
 def test_reduced_vocabulary_needs_the_normaliser():
@@ -189,9 +191,8 @@ def test_extreme_logits_stay_finite(dtype, label):
     z, t = torch.full((2, 4, 512), -60.0, dtype=dtype)
     z[:, label], t[:, 0] = 60, 60
     assert logit_gradient(z, t, (0.1, 0.9))[1].isfinite().all()
-    value, _ = token_loss(
-        z.float(), t.argmax(-1), torch.ones(4), t.float().softmax(-1), *torch.full((2, 4), 0.5), False
-    )
+    z, t = z.float(), t.float()
+    value, _ = token_loss(z, z.argmax(-1), t.argmax(-1), torch.ones(4), t.softmax(-1), half, half, False)
     assert float(value) == pytest.approx(4 * 0.5 * (120 + 2) * label, abs=1e-3)  # fp32 near 240
 
 

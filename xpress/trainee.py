@@ -17,7 +17,7 @@ from xpress.loss import Logits, Pass, Rows, Term, Vocabulary, attach, token_loss
 from xpress.refine import sweep
 from xpress.target import Features
 
-CHUNK = (1 << 23, 1 << 26)  # logits of one tensor at a time, on the CPU and on a GPU
+CHUNK = (1 << 22, 1 << 26)  # logits of one tensor at a time, on the CPU and on a GPU
 
 
 class Outcome(NamedTuple):
