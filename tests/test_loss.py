@@ -191,7 +191,7 @@ def test_extreme_logits_stay_finite(dtype, label):
     z, t = torch.full((2, 4, 512), -60.0, dtype=dtype)
     z[:, label], t[:, 0] = 60, 60
     assert logit_gradient(z, t, (0.1, 0.9))[1].isfinite().all()
-    z, t = z.float(), t.float()
+    z, t, half = z.float(), t.float(), torch.full((4,), 0.5)
     value, _ = token_loss(z, z.argmax(-1), t.argmax(-1), torch.ones(4), t.softmax(-1), half, half, False)
     assert float(value) == pytest.approx(4 * 0.5 * (120 + 2) * label, abs=1e-3)  # fp32 near 240
 

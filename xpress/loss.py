@@ -109,7 +109,9 @@ class Logits:
 
 def token_loss(z: Tensor, top: Tensor, label: Tensor, inside: Tensor, p: Tensor, ce, l1, slope: bool):
     """Rows z [n,V_draft], the largest of each at top [n], p of the target, weights ce and l1 [n] or None
-    -> Σ ce·CE + l1·‖softmax z − p‖₁, and with `slope` its gradient ∂/∂z = ce·(q − onehot) + l1·q⊙(s − Σ q s), s = sign(q − p), sign 0 = 0; None without.
+    -> Σ ce·CE + l1·‖softmax z − p‖₁, and with `slope` its gradient, else None:
+
+        ∂/∂z = ce·(q − onehot) + l1·q⊙(s − Σ q s),  s = sign(q − p), sign 0 = 0
 
     CE counts where the label lies `inside` the draft vocabulary.
     """
