@@ -6,6 +6,7 @@ import os
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def make_accelerator(precision: str, cpu: bool) -> Accelerator:
@@ -23,6 +24,7 @@ def make_accelerator(precision: str, cpu: bool) -> Accelerator:
         # accelerate shards on GPUs only; torch's FSDP2 runs on gloo as well, which is how it is tested without one
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
-        if precision != "no":
-            plugin.set_mixed_precision(precision)
+    if plugin is not None:
+        # accelerate's policy would round outputs, and with them the losses, to bf16; autocast does without that
+        plugin.mixed_precision_policy = MixedPrecisionPolicy()
     return accelerator

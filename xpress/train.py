@@ -98,7 +98,8 @@ class Run:
     def _forward(self, batch: Batch, anchors: Anchors, **options):
         batch, anchors = batch.to(self.accelerator.device), anchors.to(self.accelerator.device)
         features, log_norm = self.source(batch)
-        return self.module(batch, anchors, features, log_norm, **options)
+        with self.accelerator.autocast():
+            return self.module(batch, anchors, features, log_norm, **options)
 
     def train_step(self, measure: bool = False) -> dict:
         """One optimiser step -> what happened in it. With `measure` a head that the objective never lets feed itself
