@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from disk import save_model
 from toys import SHAPES, D, L, V, make_drafter, make_model, make_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -231,3 +232,14 @@ def test_rotary_base_and_scaling_are_read_in_the_new_place_then_the_old(config, 
 def test_a_config_without_rotary_base_is_refused():
     with pytest.raises(ValueError, match="rope_theta: the config has no rotary base"):
         rope_parameters({"rope_scaling": None})
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
+def test_a_target_spread_by_device_map_is_the_same(tmp_path, device_map):
+    """Here there is one device to spread over; the hooks that accelerate puts around the layers change no number."""
+    folder = str(save_model(tmp_path / "target"))
+    plain, spread = Target.from_pretrained(folder), Target.from_pretrained(folder, device_map=device_map)
+    ids = torch.randint(3, 90, (2, 9))
+    for ours, theirs in zip(*(vars(t.features(ids, torch.arange(9)[None], (0, 2))).values() for t in (plain, spread))):
+        assert torch.equal(ours, theirs)
+    assert plain.fingerprint() == spread.fingerprint()
