@@ -185,11 +185,13 @@ class DFlashDrafter(nn.Module):
 
     @property
     def lm_rows(self) -> Tensor:
-        """[V_draft, D]: the rows of the target's lm_head that base logits are read with."""
-        if self.draft_ids is None:
-            return self.target.lm_head.weight
-        if self._lm_rows is None or self._lm_rows.device != self.draft_ids.device:
-            self._lm_rows = self.target.lm_head.weight.detach()[self.draft_ids]
+        """[V_draft, D]: the rows of the target's lm_head that base logits are read with, where the drafter is."""
+        weight, device = self.target.lm_head.weight, self.rotary.inv_freq.device
+        if self.draft_ids is None and weight.device == device:
+            return weight
+        if self._lm_rows is None or self._lm_rows.device != device:
+            rows = weight.detach() if self.draft_ids is None else weight.detach()[self.draft_ids.to(weight.device)]
+            self._lm_rows = rows.to(device)
         return self._lm_rows
 
     def readout(self, hidden: Tensor) -> Tensor:
@@ -218,7 +220,7 @@ class DFlashDrafter(nn.Module):
         B = self.config.block_size
         ids = anchor[..., None].repeat(1, 1, B)
         ids[..., 1:] = self.config.mask_token_id
-        x = self.target.embedding(ids).to(self.fc.weight.dtype)
+        x = self.target.embedding(ids.to(self.target.device)).to(ids.device, self.fc.weight.dtype)
         cos, sin = self.rotary(positions[..., None] + torch.arange(B, device=positions.device))
         S, A = anchor.shape
         length = contexts[0][0].shape[1]

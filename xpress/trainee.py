@@ -93,16 +93,11 @@ class Trainee(nn.Module):
         rounds = self.terms[place["self"]].rounds if "self" in place else 0
         feeds = ["none"] + ["gold"] * ("gold" in place) + ["self"] * rounds
         owners = [place.get(feed) for feed in feeds]
-        tensors = [
-            Logits(feed)
-            if owner is None
-            else Logits(
-                feed,
-                *(self.terms[owner].loss.get(name, 0.0) for name in ("ce", "l1")),
-                float(scale[owner]) if scale is not None else 1.0,
-            )
-            for feed, owner in zip(feeds, owners)
-        ]
+        tensors = []
+        for feed, owner in zip(feeds, owners):
+            loss = {} if owner is None else self.terms[owner].loss
+            factor = 1.0 if owner is None or scale is None else float(scale[owner])
+            tensors.append(Logits(feed, loss.get("ce", 0.0), loss.get("l1", 0.0), factor))
         more = max(0, passes - rounds) if self.head is not None else 0
         return tensors + [Logits("self")] * more, owners + [None] * more
 
