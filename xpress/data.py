@@ -22,8 +22,8 @@ SETTINGS = "settings.json"
 
 @dataclass(frozen=True)
 class Row:
-    """One turn: prompt ids, response ids (both as the target saw them). conversation: the id of its first turn, "" where
-    that is this one."""
+    """One turn: prompt ids, response ids (both as the target saw them). conversation: the id of its first turn, ""
+    where that is this one."""
 
     id: str
     prompt_ids: list[int]
