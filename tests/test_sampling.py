@@ -127,6 +127,61 @@ def test_inversion_never_draws_the_impossible():
     assert sample(torch.tensor([0.0, 0.6, 0.0, 1.4, 0.0]).expand(4, -1), u).tolist() == [1, 1, 3, 3]
 
 
+# --- argmax -----------------------------------------------------------------------------------------------------------
+
+SIZES = [1, 7, 16, 97, 1000, 1024, 1040, 4099, 49152]  # below, at, beside and above whole runs
+
+
+def rows_with_ties(vocab: int) -> torch.Tensor:
+    """Rows of few distinct values: ties within a run, across runs and everywhere, the largest value first or last,
+    below zero, −inf alone, zeros of both signs."""
+    few = torch.randint(-3, 4, (6, vocab)).float()
+    first, last = torch.full((2, vocab), -5.0)
+    first[0], last[-1] = 1.0, 1.0
+    signs = torch.where(torch.arange(vocab) % 3 == 0, -0.0, 0.0)
+    twice = torch.randn(vocab)
+    twice[[vocab // 3, vocab // 2, vocab - 1]] = 9.0
+    same = [torch.full((vocab,), x) for x in (-2.0, float("-inf"), float("inf"))]
+    return torch.stack([*few, first, last, signs, signs.flip(0), -signs - 0.0, twice, *same])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("vocab", SIZES)
+def test_argmax_is_the_lowest_id_of_the_largest(vocab, dtype):
+    """Against Python's own search, at any leading shape and stride."""
+    rows = rows_with_ties(vocab).to(dtype)
+    wanted = [values.index(max(values)) for values in rows.tolist()]
+    assert argmax(rows).tolist() == wanted and argmax(rows[0]).item() == wanted[0]
+    shaped = rows.repeat(2, 1).view(2, 3, -1, vocab)
+    assert argmax(shaped).tolist() == torch.tensor(wanted).repeat(2).view(shaped.shape[:3]).tolist()
+    columns = rows.T.contiguous().T
+    spaced = torch.full((len(rows), 2 * vocab), 99.0, dtype=dtype)
+    spaced[:, ::2] = rows
+    wide = torch.full((len(rows), vocab + 5), 99.0, dtype=dtype)
+    wide[:, 3 : 3 + vocab] = rows
+    for other in (
+        columns,
+        spaced[:, ::2],
+        wide[:, 3 : 3 + vocab],
+        rows.flip(0)[:, None].expand(-1, 2, -1)[:, 1].flip(0),
+    ):
+        assert argmax(other).tolist() == wanted
+    assert argmax(rows[:0]).shape == (0,) and argmax(shaped[:, :0]).shape == (2, 0, shaped.shape[2])
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_argmax_of_nan_is_that_of_torch(vocab):
+    """The first NaN, wherever it stands; ids stay inside."""
+    rows = rows_with_ties(vocab)
+    for place in {0, vocab // 3, vocab // 2, vocab - 1}:
+        spoilt = rows.clone()
+        spoilt[:, place] = float("nan")
+        assert argmax(spoilt).tolist() == [place] * len(rows) == spoilt.argmax(-1).tolist()
+        spoilt[:, vocab - 1] = float("nan")
+        assert argmax(spoilt).tolist() == [place] * len(rows)
+    assert argmax(torch.full((2, vocab), float("nan"))).tolist() == [0, 0]
+
+
 # --- acceptance, hand-made distributions ------------------------------------------------------------------------------
 
 N = 30_000

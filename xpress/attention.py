@@ -25,9 +25,10 @@ def chunks(visible: Tensor | None, num_blocks: int, length: int, rows: int, bloc
     parts = [slice(i, min(i + size, num_blocks)) for i in range(0, num_blocks, size)]
     if visible is None or not length:
         return [(part, slice(0, length)) for part in parts]
-    seen = visible.any(0).long()
-    first = torch.where(seen.any(1), seen.argmax(1), length).tolist()
-    last = torch.where(seen.any(1), length - seen.flip(1).argmax(1), 0).tolist()
+    seen = visible.any(0)
+    some, bits = seen.any(1), seen.byte()  # argmax takes no bool, and a long would be eight masks
+    first = torch.where(some, bits.argmax(1), length).tolist()
+    last = torch.where(some, length - bits.flip(1).argmax(1), 0).tolist()
     spans = ((min(first[part]), max(last[part])) for part in parts)
     return [(part, slice(min(lo, hi), hi)) for part, (lo, hi) in zip(parts, spans)]
 

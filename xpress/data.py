@@ -22,16 +22,18 @@ SETTINGS = "settings.json"
 
 @dataclass(frozen=True)
 class Row:
-    """One turn: prompt ids, response ids (both as the target saw them)."""
+    """One turn: prompt ids, response ids (both as the target saw them). conversation: the id of its first turn, ""
+    where that is this one."""
 
     id: str
     prompt_ids: list[int]
     response_ids: list[int]
+    conversation: str = ""
 
 
 def row_id(prompt: Prompt, turn: int = 0) -> str:
     """Stable name of a turn: its set, a hash of all that was said to the target up to there, and "#2", "#3", … from the
-    second turn on: conversations that open alike and part later do not share a name."""
+    second turn on: conversations that open alike and part later do not share a name. Turn 0 names the conversation."""
     said = [*([prompt.system] if prompt.system else []), *prompt.turns[: turn + 1]]
     digest = hashlib.blake2b("\0".join(said).encode(), digest_size=8).hexdigest()
     return f"{prompt.source}-{digest}" + (f"#{turn + 1}" if turn else "")
@@ -80,9 +82,13 @@ def load_rows(
             if reason := unusable(prompt_ids, response_ids, max_length):
                 skipped[reason] += 1
                 continue
-            name = str(raw.get("id", f"{file.name}:{number}"))
-            seen[name] += 1  # anchors and features are kept by name
-            rows.append(Row(name if seen[name] == 1 else f"{name}~{seen[name]}", prompt_ids, response_ids))
+            given = name = str(raw.get("id", f"{file.name}:{number}"))
+            while seen[name]:  # anchors and features are kept by name
+                seen[given] += 1
+                name = f"{given}~{seen[given]}"
+            seen[name] = 1
+            talk = str(raw.get("conversation") or given)
+            rows.append(Row(name, prompt_ids, response_ids, "" if talk == name else talk))
             if limit and len(rows) >= limit:
                 return rows
     if not rows:
@@ -135,19 +141,25 @@ def hash_of(ids) -> str | None:
 
 
 def hold_out(rows: list[Row], count: int) -> tuple[list[Row], list[Row]]:
-    """-> rows to train on, `count` rows to evaluate on: a choice by name, the same whatever the order, and never the
-    turns of one conversation on both sides (their names differ after the last "#").
+    """-> rows to train on, at least `count` rows to evaluate on: a choice by name, the same whatever the order, and
+    never the turns of one conversation, or several rows of one name, on both sides.
 
     Raises ValueError where more than half would be held out.
     """
-    if 2 * count > len(rows):
-        raise ValueError(f"eval_rows={count}: more than half of the {len(rows)} rows; lower it, or set eval_every=0")
-    talk = lambda row: hashlib.blake2b(row.id.partition("#")[0].encode()).digest()  # noqa: E731
-    order = sorted(rows, key=lambda row: (talk(row), row.id))
+
+    def talk(row: Row) -> bytes:
+        return hashlib.blake2b((row.conversation or row.id).encode()).digest()
+
+    order, asked = sorted(rows, key=lambda row: (talk(row), row.id)), count
     held = order[:count]
     while count and count < len(order) and talk(order[count]) == talk(held[-1]):  # the rest of the last conversation
         held.append(order[count])
         count += 1
+    if 2 * count > len(rows):
+        raise ValueError(
+            f"eval_rows={asked}: with the rest of its conversations more than half of the {len(rows)} rows ({count}); "
+            "lower it, or set eval_every=0"
+        )
     names = {row.id for row in held}
     return [row for row in rows if row.id not in names], held
 

@@ -4,8 +4,9 @@
                       features-00000.safetensors   hidden [n,M·D], last [n,D], and log_norm [n] of a reduced vocabulary
 
 The key covers everything that the numbers depend on, so a change of data, template, length or target makes a new cache.
-Which row lies where follows from the rows alone: shards need no index, any number of processes may write them, and a
-build that was interrupted goes on with the shards that are missing.
+Which row lies where follows from the rows alone, whatever their order and however they are split into those to train on
+and those held out: shards need no index, any number of processes may write them, and a build that was interrupted goes
+on with the shards that are missing.
 """
 
 from __future__ import annotations
@@ -52,9 +53,13 @@ class CachedFeatures:
         rows_at_once: int = 16,
     ):
         self.online, self.max_length, self.rows_at_once = online, max_length, rows_at_once
+        rows = sorted(rows, key=lambda row: row.id)
+        per_shard = max(1, shard_bytes // self.bytes_per_token)
         self.facts = {
             "format": FORMAT,
+            "tokens_per_shard": per_shard,
             "target": online.target.fingerprint(),
+            "target_dtype": str(online.target.dtype).removeprefix("torch."),
             "target_layer_ids": list(online.layer_ids),
             "log_norm": online.reduced,
             "dtype": str(online.dtype).removeprefix("torch."),
@@ -64,7 +69,6 @@ class CachedFeatures:
         }
         key = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
         self.folder = Path(cache_dir).expanduser() / key
-        per_shard = max(1, shard_bytes // self.bytes_per_token)
         self.shards: list[list[Row]] = []
         self.places: dict[str, tuple[int, int, int]] = {}  # row id -> shard, first token, tokens
         filled = per_shard
@@ -110,11 +114,17 @@ class CachedFeatures:
                 f"cache_dir={self.folder.parent}: features of {self.num_tokens} tokens still need {need / 1e9:.2f} GB, "
                 f"the disk has {free / 1e9:.2f} GB; give another cache_dir, lower data.limit, or take features=online"
             )
-        write_json(self.folder / "cache.json", self.facts)
-        mine = missing[rank::world]
+        if rank == 0:
+            write_json(self.folder / "cache.json", self.facts)
+        # by number, not by place in the list: another process may have written some before this one looked
+        mine = [i for i in missing if i % world == rank]
         total = sum(len(self.shards[i]) for i in mine)
         done = 0
         for i in mine:
+            if self._path(i).exists():  # another run writes the same cache
+                done += len(self.shards[i])
+                progress(done, total)
+                continue
             found: dict[str, tuple[Tensor, ...]] = {}
             rows = sorted(self.shards[i], key=lambda row: self.places[row.id][2])  # equal lengths: little padding
             for start in range(0, len(rows), self.rows_at_once):
@@ -151,7 +161,14 @@ class CachedFeatures:
 
     def _read(self, shard: int, start: int, length: int) -> list[Tensor]:
         if shard not in self._open:
-            self._open[shard] = safe_open(self._path(shard), framework="pt")
+            path = self._path(shard)
+            try:
+                self._open[shard] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise OSError(
+                    f"cache_dir={self.folder.parent}: {path} cannot be read ({error}); remove the file if it is there, "
+                    "and the same command writes it again"
+                ) from error
         file = self._open[shard]
         names = ("hidden", "last", "log_norm") if self.online.reduced else ("hidden", "last")
         return [file.get_slice(name)[start : start + length] for name in names]

@@ -209,7 +209,7 @@ class Plan:
         return {
             "id": turn.id,
             "source": self.ids[turn.id][0].source,
-            **({"turn": depth + 1} if depth else {}),
+            **({"turn": depth + 1, "conversation": row_id(self.ids[turn.id][0])} if depth else {}),
             "prompt_ids": turn.prompt_ids,
             "response_ids": ids,
             "finish": "stop" if stopped else "length",
