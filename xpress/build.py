@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from xpress import checkpoint, conversations, data, evaluate, parts, prompts, track
+from xpress.batches import Order
 from xpress.client import Server
 from xpress.feature_cache import CachedFeatures
 from xpress.features import OnlineFeatures
@@ -113,6 +114,8 @@ def assemble(raw: dict, settings: TrainSettings, terms, out: Path, state, say, p
     """Target, rows, drafter, head, objective and features as a run, with its provenance."""
     target = parts.make_target(raw["target"], str(state.device))
     rows, held_out, path, skipped = read_rows(raw, settings, target)
+    per_step = settings.batch_size * settings.accumulation * state.num_processes
+    Order(rows, per_step, settings.seed, settings.max_length, settings.packing)  # too few rows: said before any work
     drafter, origin = parts.make_drafter(raw["drafter"], target, rows, settings)
     torch.manual_seed(settings.seed + 1)
     head = parts.make_head(raw["head"], drafter, target)
