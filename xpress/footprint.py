@@ -1,5 +1,5 @@
-"""The memory of a training step, from sizes alone: which tensors of drafter.py, attention.py, trainee.py and loss.py are
-alive at the same time.
+"""The memory of a training step, from sizes alone: which tensors of drafter.py, attention.py, trainee.py and loss.py
+are alive at the same time.
 
 Every term is a count of numbers times their bytes; w = 4 (fp32), a = 2 under bf16 autocast, else 4. Five moments of a
 step can be its peak, the target's forward where it runs in the step apart:
@@ -33,8 +33,8 @@ class Work:
     config of the drafter; sequences S of `length` tokens with `anchors` blocks each; tensors: (fed by the head, ce > 0,
     l1 > 0) of each logit tensor in order; rank R of the readout, 0 without a head; head_block: bytes that the head
     saves for backward, in fp32, for one block: (once, for each fed tensor), `hidden` left out; chunk: rows of the loss
-    at a time; target: weights that stay in memory, and layers whose outputs stay captured and the width of its MLP (online);
-    accumulation: micro-batches a step.
+    at a time; target: its weights that stay in memory; captured: its layers whose outputs stay, target_inner: the width of
+    its MLP (both online only); accumulation: micro-batches a step.
     """
 
     config: DrafterConfig
@@ -192,7 +192,7 @@ def moments(work: Work, gpus: int = 1, sharded: bool = False) -> dict[str, dict[
     if sharded:
         still["gathered weights"] = narrow * every
     wire = narrow if sharded else W
-    before = W * trained // share if work.accumulation > 1 else 0  # gradients of the micro-batches before
+    before = wire * trained if work.accumulation > 1 else 0  # of earlier micro-batches; sharded only after the last one
     casting = work.mixed and not sharded  # sharded weights are gathered narrow
     copies = 2 * (work.drafter * work.train_drafter + work.head - work.maps) if casting else 0
     readout = 2 * c.draft_vocab_size * work.rank if casting else 0
@@ -224,7 +224,7 @@ def moments(work: Work, gpus: int = 1, sharded: bool = False) -> dict[str, dict[
         "head activations": headed,
         "loss gradients kept": kept + copied,
     }
-    total = W * trained // share if not sharded else wire * trained + W * trained // share
+    total = wire * trained + (W * trained // share if sharded else 0)
     if work.train_drafter:
         layer = (work.drafter - D * (len(c.target_layer_ids) * D + 2)) // max(1, L)
         saved = [layer_bytes(c, work.mixed, i == 0) for i in range(L)]

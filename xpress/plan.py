@@ -29,8 +29,8 @@ SIZES += ("vocab_size",)
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a run as a plan sees them: how many, their mean and greatest length in tokens, and where these numbers
-    come from."""
+    """The rows of a run as a plan sees them: how many, their mean and greatest length in tokens, and where these
+    numbers come from."""
 
     count: int
     mean: float
