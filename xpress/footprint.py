@@ -33,8 +33,8 @@ class Work:
     config of the drafter; sequences S of `length` tokens with `anchors` blocks each; tensors: (fed by the head, ce > 0,
     l1 > 0) of each logit tensor in order; rank R of the readout, 0 without a head; head_block: bytes that the head
     saves for backward, in fp32, for one block: (once, for each fed tensor), `hidden` left out; chunk: rows of the loss
-    at a time; target: its weights that stay in memory; captured: its layers whose outputs stay, target_inner: the width of
-    its MLP (both online only); accumulation: micro-batches a step.
+    at a time; target: its weights that stay in memory; captured: its layers whose outputs stay, target_inner: its
+    MLP's width (both online only); accumulation: micro-batches a step.
     """
 
     config: DrafterConfig
