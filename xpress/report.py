@@ -77,7 +77,8 @@ def print_plan(plan: dict, console: Console | None = None):
             table.add_row(f"{kind}: {part}", number(count / 1e6))
         table.add_row(f"{kind}, all", number(sum(found.values()) / 1e6), end_section=True)
     console.print(table)
-    ways = plan["memory"]
+    ways, digits = plan["memory"], lambda largest: 2 if largest >= 10 else 4
+    places = digits(max(found["total"] for found in ways.values()) / 1e9)
     table = Table(
         "memory per GPU at the peak of a step, GB", title="computed, not measured; without allocator and CUDA"
     )
@@ -85,18 +86,19 @@ def print_plan(plan: dict, console: Console | None = None):
         table.add_column(f"{way} (peak: {found['moment']})", justify="right")
     for part in dict.fromkeys(part for found in ways.values() for part in found["parts"]):
         sizes = [found["parts"].get(part) for found in ways.values()]
-        table.add_row(part, *(number(None if size is None else size / 1e9) for size in sizes))
+        table.add_row(part, *(number(None if size is None else size / 1e9, places) for size in sizes))
     table.add_section()
-    table.add_row("all", *(number(found["total"] / 1e9) for found in ways.values()))
+    table.add_row("all", *(number(found["total"] / 1e9, places) for found in ways.values()))
     console.print(table)
     table = Table("one step over all GPUs", title="a GEMM of m·k·n counts 2·m·k·n")
     table.add_column("TFLOP", justify="right")
     table.add_column("share", justify="right")
     total = sum(plan["flops"].values())
+    places = digits(total / 1e12)
     for part, count in plan["flops"].items():
-        table.add_row(part, number(count / 1e12), f"{count / total:.1%}")
+        table.add_row(part, number(count / 1e12, places), f"{count / total:.1%}")
     table.add_section()
-    table.add_row("all", number(total / 1e12), "")
+    table.add_row("all", number(total / 1e12, places), "")
     console.print(table)
     parts = f"batch_size {step['batch_size']} · accumulation {step['accumulation']} · {run['gpus']} GPUs"
     say(f"a step: {step['sequences']} sequences ({parts}), {step['tokens']} tokens, at most {step['blocks']} blocks")
