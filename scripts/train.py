@@ -1,7 +1,7 @@
 """Train a drafter and a correction head.
 
-python scripts/train.py +exp=smollm2_135m out=outputs/my_run
-python scripts/train.py +exp=smollm2_135m out=outputs/my_run resume=true
+python scripts/train.py +exp=smollm2_135m out=outputs/my_run [resume=true]
+python scripts/train.py +exp=qwen3_8b plan=true gpus=8
 """
 
 import sys
@@ -13,7 +13,7 @@ from xpress import build, curves, report, track
 
 
 def feature_bar():
-    bar = tqdm(unit="row", desc="features", mininterval=2.0, dynamic_ncols=True, leave=False)
+    bar = tqdm(unit="row", desc="features", mininterval=2.0, dynamic_ncols=True, leave=False, delay=1)
 
     def progress(done, total):
         bar.total = total
@@ -26,9 +26,8 @@ def tell(run, provenance, cfg):
     """What is about to be trained."""
     made, trained = provenance["data"], sum(p.numel() for p in run.trainee.parameters() if p.requires_grad)
     counts = f"{made['rows']} rows with {made['response_tokens']} response tokens, {made['held_out']} held out"
-    print(f"{counts}, {trained / 1e6:.2f} M parameters to train")
-    for reason, count in made["skipped"].items():
-        print(f"skipped {count} rows: {reason}")
+    skipped = "".join(f"\nskipped {count} rows: {reason}" for reason, count in made["skipped"].items())
+    print(f"{counts}, {trained / 1e6:.2f} M parameters to train{skipped}")
     chosen = {"target": cfg.target.name, "drafter": dict(cfg.drafter), "head": dict(cfg.head), "data": cfg.data.path}
     report.print_protocol({**chosen, **provenance["recipe"], **provenance["versions"]})
 
@@ -37,6 +36,8 @@ def tell(run, provenance, cfg):
 def main(cfg):
     features, progress = feature_bar()
     try:
+        if cfg.plan:
+            return report.print_plan(build.planning(cfg).to_json())
         run, provenance = build.training(cfg, print, progress)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -45,8 +46,7 @@ def main(cfg):
     main_process = run.accelerator.is_main_process  # one curve a run, not one a process
     if main_process:
         tell(run, provenance, cfg)
-    config = build.OmegaConf.to_container(cfg, resolve=True)
-    kind = cfg.tracker if main_process else None
+    config, kind = build.OmegaConf.to_container(cfg, resolve=True), cfg.tracker if main_process else None
     tracker = track.tracker(kind, run.out, config, run.run_id, str(run.out), cfg.wandb_mode)
     bar = tqdm(total=run.settings.steps, initial=run.step, unit="step", mininterval=2.0, disable=not main_process)
 

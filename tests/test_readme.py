@@ -10,7 +10,7 @@ import pytest
 from disk import published_drafter, save_model
 from hydra import compose, initialize_config_dir
 
-from xpress import build, evaluate, parts
+from xpress import build, evaluate, parts, report
 from xpress.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,9 +74,13 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
             continue
         if "--multirun" in line:  # the sweep's own test runs it; here its first job
             overrides = [word.split(",")[0] for word in overrides]
+        planned = "plan=true" in overrides  # needs no toy: sizes alone
         with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-            cfg = compose(program, overrides=[*overrides, *toy_overrides(program, overrides)])
-        if program == "train":
+            cfg = compose(program, overrides=[*overrides, *([] if planned else toy_overrides(program, overrides))])
+        if planned:
+            report.print_plan(build.planning(cfg).to_json())
+            program = "plan"
+        elif program == "train":
             run, provenance = build.training(cfg)
             assert (run.fit(provenance) / "model.safetensors").exists()
         elif program == "eval_tau":
@@ -89,5 +93,5 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
         else:
             assert build.generation(cfg, lambda *_: None)["rows"] == 6
         ran.append(program)
-    assert {"generate_data", "train", "eval_tau"} <= set(ran) and ran.count("train") >= 6
+    assert {"generate_data", "train", "eval_tau", "plan"} <= set(ran) and ran.count("train") >= 6
     assert "two_token_head" in sys.modules

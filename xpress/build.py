@@ -28,6 +28,8 @@ from xpress.features import OnlineFeatures
 from xpress.files import write_json
 from xpress.generation import generate_data
 from xpress.parts import find, from_anywhere, refuse_unknown, versions
+from xpress.plan import Plan
+from xpress.planning import make_plan
 from xpress.recipe import TrainSettings
 from xpress.refine import check_passes
 from xpress.sampling import Sampling
@@ -38,6 +40,7 @@ RUN_CONFIG = "config.yaml"  # of a run's folder; a checkpoint has config.json
 DATA_KEYS = {"path", "limit"}
 TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking"}
 TRAIN_KEYS |= {"tracker", "wandb_mode", "features", "cache_dir"}
+TRAIN_KEYS |= {"plan", "gpus", "plan_rows", "plan_tokens", "mfu", "peak_tflops"}
 EVAL_KEYS = {"checkpoint", "bare", "target", "bench", "data_dir", "samples", "passes", "protocol", "out", "device"}
 EVAL_KEYS |= {"max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
 ANSWER_KEYS = {"max_new_tokens", "batch_size", "temperature", "top_p", "seed", "thinking", "turns", "drop_truncated"}
@@ -78,11 +81,8 @@ def run_folder(out: str, resume: bool = False) -> Path:
 # --- the programs ---------------------------------------------------------------------------------------------------
 
 
-def training(cfg: DictConfig, say: Callable = print, progress: Callable = lambda done, total: None) -> tuple[Run, dict]:
-    """Everything that train.py needs: the run (resumed where asked) and the provenance of what it will write.
-
-    say: what the user should know, in the main process; progress(done, total): rows whose features are written.
-    """
+def recipe(cfg: DictConfig) -> tuple[dict, TrainSettings, list]:
+    """train.py's configuration -> as a dict, its numbers, its objective; everything that needs no file is checked."""
     fields = {field.name for field in dataclasses.fields(TrainSettings)}
     raw = plain(cfg, TRAIN_KEYS | fields)
     settings = TrainSettings(**{key: raw[key] for key in fields & raw.keys()})
@@ -91,6 +91,20 @@ def training(cfg: DictConfig, say: Callable = print, progress: Callable = lambda
     refuse_unknown("data", raw["data"], DATA_KEYS)
     if raw["features"] not in ("online", "cached"):
         raise ValueError(f"features={raw['features']}: known are online (target in the step) and cached (on disk)")
+    return raw, settings, terms
+
+
+def planning(cfg: DictConfig) -> Plan:
+    """train.py with plan=true: what the run would cost. Nothing is loaded or written, no folder is claimed."""
+    return make_plan(*recipe(cfg))
+
+
+def training(cfg: DictConfig, say: Callable = print, progress: Callable = lambda done, total: None) -> tuple[Run, dict]:
+    """Everything that train.py needs: the run (resumed where asked) and the provenance of what it will write.
+
+    say: what the user should know, in the main process; progress(done, total): rows whose features are written.
+    """
+    raw, settings, terms = recipe(cfg)
     state = PartialState(cpu=parts.device_of(raw["device"]) == "cpu")
     say = say if state.is_main_process else lambda text: None
     with state.main_process_first():  # one process claims the folder for all

@@ -29,7 +29,7 @@ from xpress.target import Target
 REPO = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
-TARGET_KEYS = {"name", "dtype", "revision", "device_map"}
+TARGET_KEYS = {"name", "dtype", "revision", "device_map", "sizes"}
 TERM_VALUES = {
     "rounds": "rounds",
     "anchor": "weight",
@@ -69,7 +69,20 @@ def make_target(section: dict, device: str, dtype: str | None = None) -> Target:
     place = _place(section)
     target = Target.from_pretrained(place, dtype or section.get("dtype") or "float32", device, section.get("revision"))
     target.name = section["name"]
+    check_sizes("target", section.get("sizes"), section["name"], target.config)
     return target
+
+
+def check_sizes(section: str, sizes: dict | None, name: str, config):
+    """Raises ValueError where the sizes that a settings file writes down for plans are not those that were loaded.
+    Those of another model than `name` are not looked at."""
+    if not sizes or sizes.get("of") != name:
+        return
+    plain = lambda value: list(value) if isinstance(value, tuple) else value  # noqa: E731
+    have = {key: plain(getattr(config, key, None)) for key in sizes if key != "of"}
+    wrong = [f"{key}={sizes[key]} (it has {value})" for key, value in have.items() if sizes[key] != value]
+    if wrong:
+        raise ValueError(f"{section}.sizes: {', '.join(wrong)}: not those of {name}; correct them in its settings file")
 
 
 def make_tokens(section: dict) -> Tokens:
@@ -91,6 +104,7 @@ def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -
     """A fresh drafter for the target, or the one that `drafter.init` names -> drafter, where it came from."""
     section = dict(section)
     init, vocab = section.pop("init", None), section.pop("draft_vocab_size", None)
+    sizes = section.pop("sizes", None)
     fields = {field.name for field in dataclasses.fields(DrafterConfig)}
     refuse_unknown("drafter", section, fields)
     if init is not None:
@@ -99,6 +113,7 @@ def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -
             have = getattr(found.drafter.config, key)
             if wanted is not None and (list(have) if isinstance(have, tuple) else have) != wanted:
                 raise ValueError(f"drafter.{key}={wanted}, but drafter.init={init} has {have}; drop one of the two")
+        check_sizes("drafter", sizes, init, found.drafter.config)
         origin = {"path": from_anywhere(init), "sha256": file_hash(found.path / checkpoint.WEIGHTS)}
         return found.drafter, origin
     config = DrafterConfig.for_target(target, **section)
