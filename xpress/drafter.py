@@ -220,7 +220,7 @@ class DFlashDrafter(nn.Module):
         B = self.config.block_size
         ids = anchor[..., None].repeat(1, 1, B)
         ids[..., 1:] = self.config.mask_token_id
-        x = self.target.embedding(ids.to(self.target.device)).to(ids.device, self.fc.weight.dtype)
+        x = self.target.embedding(ids.to(self.target.embedding.weight.device)).to(ids.device, self.fc.weight.dtype)
         cos, sin = self.rotary(positions[..., None] + torch.arange(B, device=positions.device))
         S, A = anchor.shape
         length = contexts[0][0].shape[1]

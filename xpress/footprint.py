@@ -122,20 +122,16 @@ def drafter_bytes(work: Work) -> int:
 
 def chunk_buffers(work: Work) -> int:
     """Most fp32 tensors [chunk, V_draft] alive at once in Pass._chunk: base and p; logits of a fed tensor; the summed
-    gradient of the base logits; the gradient of the tensor before, which its name holds until the next one is there;
-    and in token_loss q, then with L1 q − p and a product of both."""
-    most, summed, before = 2, False, False
+    gradient of the base logits; and in token_loss q, then with L1 q − p and a product of both."""
+    most, summed = 2, False
     for fed, ce, l1 in work.tensors:
         if not (ce or l1):
-            most = max(most, 2 + fed + summed + before)
+            most = max(most, 2 + fed + summed)
             continue
         slope = fed or work.train_drafter
         inner = 1 + ((2 if slope else 1) if l1 else 0)
-        most = max(most, 2 + fed + summed + before + inner)
-        if slope and work.train_drafter and not summed:
-            summed, before = True, False
-        elif slope:
-            before = True
+        most = max(most, 2 + fed + summed + inner)
+        summed = summed or (slope and work.train_drafter)
     return most
 
 
@@ -210,7 +206,7 @@ def moments(work: Work, gpus: int = 1, sharded: bool = False) -> dict[str, dict[
         "head activations": headed,
         "rows of the loss": rows,
         "loss chunk": chunk * chunk_buffers(work),
-        "loss gradients kept": kept * (2 if work.accumulation > 1 else 1),
+        "loss gradients kept": kept,
     }
     copied = kept + (2 * c.draft_vocab_size * work.rank if work.mixed else 0)
     if work.captured:  # no gradients: one layer's MLP beside the residual, what is captured, its joined copy

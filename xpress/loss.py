@@ -217,6 +217,7 @@ class Pass:
                 self.sums[i] += value
                 if slope:
                     d_base = self._descend(i, dz, latent, d_base)
+                    del dz  # else it lives until the next tensor's is made
             if tensor.feed != "gold":
                 ids = top if self.vocabulary.draft_ids is None else self.vocabulary.draft_ids[top]
                 self.drafts[i].append(ids)

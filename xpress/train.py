@@ -120,6 +120,7 @@ class Run:
                 # gradients are averaged over ranks, the weight sums are global already
                 self.accelerator.backward(outcome.total * self.accelerator.num_processes)
             meter.add(outcome, batch, anchors)
+            del outcome  # and with it the gradients that the loss kept
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), settings.clip)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         facts = meter.facts(stop=bool(self.asked))
