@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 from toys import XPRESS, count_batch, make_drafter, make_rows, make_run, make_target, make_trainee
 
 from xpress import checkpoint, state
-from xpress.batches import collate
 from xpress.heads import Refiner
 from xpress.launch import make_accelerator
 from xpress.loss import Term
@@ -59,11 +58,11 @@ def wet_trainee(target, seed=1, terms=XPRESS) -> Trainee:
 def make(tmp_path, target):
     """make("folder", …) -> a run of six steps, two an epoch, that evaluates every second one and draws dropout."""
 
-    def made(folder, seed=1, **changes):
+    def made(folder, init=1, **changes):
         rows = make_rows(9, 14, 7, 11, 9, 8)
         options = {"warmup": 4 / 6, "eval_every": 2, "log_every": 1, "weight_decay": 0.1, "lr": 1e-2, **changes}
         held_out = [replace(row, id=f"held-{row.id}") for row in make_rows(9, 12, seed=5)]
-        return make_run(tmp_path / folder, wet_trainee(target, seed), target, rows, held_out, **options)
+        return make_run(tmp_path / folder, wet_trainee(target, init), target, rows, held_out, **options)
 
     return made
 
@@ -283,9 +282,11 @@ def test_nonsense_on_one_process_stops_both(world, kind):
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_resumed_run_is_the_straight_run(make, tmp_path, at):
     """Cut in the first step, in the warm-up, at its end: everything that follows is the same, to the bit."""
-    straight, first, second = make("a"), make("b"), make("b", seed=7)
+    straight = make("a")
     straight.fit({})
+    first = make("b")
     fit_until(first, at)
+    second = make("b", init=7)
     assert second.resume() == [] and (second.step, second.run_id) == (at, first.run_id)
     assert second.best == first.best and (second.best is None) == (at == 1)
     second.fit({})
@@ -296,7 +297,7 @@ def test_resumed_run_is_the_straight_run(make, tmp_path, at):
         assert moments and moments.keys() == second.optimizer.state[ours].keys()
         assert all(torch.equal(moments[key], second.optimizer.state[ours][key]) for key in moments), name
     rates = [line["lr"] for line in lines_of(tmp_path / "a")[1:]]
-    assert rates == [straight.settings.lr_at(i) for i in range(6)] and rates[3] == max(rates) > rates[4]
+    assert rates == [straight.settings.lr_at(i) for i in range(6)] and rates[:4] == [0.0025, 0.005, 0.0075, 0.01]
 
 
 def test_the_random_state_matters(make, tmp_path):
@@ -336,7 +337,7 @@ def test_a_damaged_state_is_named_and_nothing_is_loaded(make, tmp_path, name, fa
         run.save_state({})
     path = tmp_path / "a" / "step-0000002" / name
     path.write_bytes(path.read_bytes()[:-9]) if fault == "cut" else path.unlink()
-    again = make("a", seed=7)
+    again = make("a", init=7)
     before = {key: weight.clone() for key, weight in weights_of(again).items()}
     if (name, fault) != ("trainer.json", "gone"):  # this one makes a folder a state
         with pytest.raises((ValueError, OSError), match=f"{path.parent.name}.*{name}|{name}.*{path.parent.name}"):
@@ -365,9 +366,9 @@ def test_what_must_stay_is_refused_with_every_difference(make, tmp_path):
 def test_without_a_state_the_run_starts_anew(make, tmp_path):
     """What a run killed before its first state has logged and kept comes again, once."""
     make("a").fit({})
-    run, steps = make("b"), []
+    run = make("b")
     with pytest.raises(RuntimeError):
-        run.fit({}, lambda facts, total: steps.append(facts) or 1 / (len(steps) < 3) if len(steps) < 2 else _fail())
+        run.fit({}, lambda facts, total: _fail() if facts["step"] == 3 else None)
     assert [line["step"] for line in lines_of(tmp_path / "b")] == [0, 1, 2, 3] and list(run.out.glob("best-*"))
     again = make("b")
     assert again.resume() == [] and again.step == 0 and not lines_of(again.out) and not list(again.out.glob("best-*"))
@@ -409,13 +410,13 @@ def test_an_interrupt_ends_the_step_and_can_be_resumed(make, tmp_path, number):
 
 
 class Killed(BaseException):
-    """Passes every handler of the library; what `finally` cleans up is what a real kill leaves, see `killed_at`."""
+    """Passes every handler of the library."""
 
 
 @contextmanager
 def killed_at(place: int, monkeypatch):
-    """A process that dies just before its file operation number `place`, with nothing of ours run after it. Yields the
-    list of operations."""
+    """A process that dies just before its file operation number `place`; what `finally` would clean up stays as well.
+    Yields the list of operations."""
     done, (rename, rmtree, unlink) = [], (Path.rename, shutil.rmtree, Path.unlink)
 
     def watched(act):
@@ -437,19 +438,19 @@ def killed_at(place: int, monkeypatch):
 
 
 def test_killed_at_any_file_operation_it_ends_as_if_nothing_had_happened(make, tmp_path, monkeypatch):
-    """States and best checkpoints at every step, and a kill before each rename and each removal, at the end of the run
+    """States and best checkpoints at every step, and a kill before every third rename or removal, at the end of the run
     too. Every state that is there is whole."""
     often = dict(steps=2, eval_every=1, save_every=1)
     with killed_at(10**9, monkeypatch) as operations:
         make("a", **often).fit({})
     assert {"rename", "rmtree", "unlink"} <= set(operations)
-    for place in range(len(operations)):
+    for place in range(0, len(operations), 3):
         out = tmp_path / f"b{place}"
         with killed_at(place, monkeypatch):
             make(out.name, **often).fit({})
         if (folder := state.newest(out)) is not None:
             assert checkpoint.load(folder).head is not None and state.read(folder)["step"] == int(folder.name[5:])
-        again = make(out.name, seed=7, **often)
+        again = make(out.name, **often)
         again.resume()
         assert left_over(out) == []
         if not again.finished:
@@ -469,7 +470,7 @@ def script(tmp_path_factory):
     (folder / "rows.jsonl").write_text("".join(texts))
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     settings = ["+exp=tiny", "target.name=target", "data.path=rows.jsonl", "drafter.mask_token_id=299", "device=cpu"]
-    settings += ["steps=40", "save_every=1", "max_anchors=2"]
+    settings += ["steps=30", "save_every=1", "max_anchors=2"]
 
     def start(out, *more):
         command = [sys.executable, str(ROOT / "scripts" / "train.py"), *settings, f"out={out}", *more]
@@ -485,7 +486,7 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(script):
     printed = straight.communicate(timeout=120)
     assert straight.returncode == 0, printed[1]
     out, moments, resume = script.folder / "killed", random.Random(3), []
-    for number in [signal.SIGKILL] * 4 + [signal.SIGTERM]:
+    for number in [signal.SIGKILL] * 3 + [signal.SIGTERM]:
         before = state.newest(out)
         run = script.start("killed", *resume)
         while state.newest(out) == before and run.poll() is None:
@@ -495,7 +496,7 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(script):
         _, said = run.communicate(timeout=120)
         assert run.returncode == (130 if number == signal.SIGTERM else -number), said
         folder, resume = state.newest(out), ["resume=true"]
-        assert checkpoint.load(folder).head is not None and state.read(folder)["step"] == int(folder.name[5:]) < 40
+        assert checkpoint.load(folder).head is not None and state.read(folder)["step"] == int(folder.name[5:]) < 30
         assert folder != before  # it went on
     assert f"interrupted after step {int(folder.name[5:])}; go on with the same command and resume=true" in said
     last = script.start("killed", *resume)
@@ -510,9 +511,9 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(script):
 def test_evaluation_and_measuring_leave_no_trace(make, tmp_path):
     """With dropout: the same losses with an evaluation after every step, with none, and where fewer steps are measured;
     training mode, gradients and random state are as before."""
-    plain, often, seldom = make("a", eval_every=0), make("b", eval_every=1), make("c", eval_every=0, log_every=3)
-    for run in (plain, often, seldom):
-        run.fit({})
+    make("a", eval_every=0).fit({})
+    make("b", eval_every=1).fit({})
+    make("c", eval_every=0, log_every=3).fit({})
     losses = [{k: v for k, v in line.items() if k.startswith("loss/")} for line in lines_of(tmp_path / "a")]
     with_eval = lines_of(tmp_path / "b")[1:]
     assert [{k: line[k] for k in losses[0]} for line in with_eval] == losses and "eval/loss/refined" in with_eval[0]
