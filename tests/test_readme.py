@@ -57,6 +57,7 @@ def toy_overrides(program: str, words: list[str]) -> list[str]:
     fresh = ["drafter.mask_token_id=299", "drafter.target_layer_ids=[0,2]", "drafter.draft_vocab_size=200"]
     shape = ["drafter.init=zlab"] if "+exp=qwen3_8b" in words else fresh
     short = ["steps=2", "batch_size=2", "accumulation=1", "max_anchors=2", "precision=no", "log_every=1"]
+    short += ["eval_rows=2", "eval_every=2", "cache_dir=features"]
     return ["target.name=target", "target.dtype=float32", "data.path=outputs/responses", *shape, *short]
 
 

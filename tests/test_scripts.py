@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +70,15 @@ def ran(commands, toys):
     loose = "".join(path.read_text() for path in sorted((toys.at / "rows").glob("shard-*.jsonl")))
     (toys.at / "loose.jsonl").write_text(loose)  # rows from elsewhere: they do not say which target made them
     qwen3 = ("+exp=qwen3_8b", "target.name=qwen3", "target.dtype=float32", "drafter.init=z-lab")
-    small = ("data.path=loose.jsonl", "steps=2", "precision=no", "accumulation=1", "max_anchors=8", "max_length=512")
+    small = (
+        "data.path=loose.jsonl",
+        "steps=2",
+        "precision=no",
+        "accumulation=1",
+        "max_anchors=8",
+        "max_length=512",
+        "eval_every=0",
+    )
     toy = ("train.py", *TOY, f"target.name={toys.llama}", f"data.path={toys.at / 'rows'}")
     train, published = commands.together(
         ("train.py", *TOY, "target.name=llama", "data.path=rows", "out=run"),
@@ -102,14 +111,17 @@ def test_generate_then_train(ran, toys):
         assert done.returncode == 0, done.stderr
         assert bar in done.stderr  # progress is shown
     assert sum(len(path.read_text().splitlines()) for path in (toys.at / "rows").glob("shard-*.jsonl")) == 8
-    for said in ("8 rows", "parameters to train", "lr=0.001", "checkpoint: run/checkpoint"):
+    for said in ("6 rows", "2 held out", "parameters to train", "lr=0.001", "checkpoint: run/checkpoint"):
         assert said in ran.train.stdout
     metrics = [json.loads(line) for line in (toys.at / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == [1, 2]
+    assert [m["step"] for m in metrics] == [0, 1, 2] and all("eval/tau/head" in metrics[i] for i in (0, 2))
+    left = {build.RUN_CONFIG, "metrics.jsonl", "curves.png", "result.json", "checkpoint", "best", "step-0000002"}
+    assert {path.name for path in (toys.at / "run").iterdir()} == left
     assert {"loss/refined", "loss/consistency", "loss/anchor", "tau/drafter", "tau/head", "lr"} <= metrics[-1].keys()
     facts = load(toys.at / "run", Target.from_pretrained(str(toys.llama))).provenance
     assert {"target", "template", "data", "recipe", "init", "versions", "metrics"} <= facts.keys()
-    assert (facts["recipe"]["steps"], facts["data"]["rows"], facts["init"]) == (2, 8, None)
+    assert (facts["recipe"]["steps"], facts["data"]["rows"], facts["init"]) == (2, 6, None)
+    assert (facts["data"]["held_out"], facts["data"]["skipped"]) == (2, {})
 
 
 @pytest.mark.parametrize("name, rows", [("eval", 4), ("z_eval", 5)])
@@ -240,7 +252,7 @@ BAD = [
     ("train", "head._target_=torch.nn.Linear", "not a CorrectionHead"),
     ("train", "drafter.init=nowhere", "checkpoint=nowhere: no config.json"),
     ("train", "steps=0", "steps=0: must be at least 1"),
-    ("train", "batch_size=9", "8 rows are fewer than one step takes"),
+    ("train", "batch_size=9", "6 rows make 6 sequences, fewer than one step takes"),
     ("train", "max_length=4", "no usable row .*answer cut away by max_length"),
     ("train", "precision=fp8", "precision='fp8'"),
     ("train", "head=none", "objective"),
@@ -376,6 +388,29 @@ def test_a_used_folder_needs_resume_and_a_finished_run_has_nothing_to_resume(pro
         program("train", "out=run")
     with pytest.raises(ValueError, match="out=run: this run is finished, its checkpoint is in run/checkpoint"):
         program("train", "out=run", "resume=true")
+
+
+def test_a_resumed_run_must_be_the_same_run(program, toys, tmp_path):
+    """Data, head, target and objective too; every difference at once, and what may change beside them."""
+    shutil.copytree(toys.at / "run", tmp_path / "out")
+    other = ("head=markov", "data.limit=7", "objective.rounds=1", "lr=2e-3", "seed=5", "batch_size=1")
+    with pytest.raises(ValueError, match="resume: .* was made by another run") as caught:
+        program("train", "resume=true", *other)
+    refused, _, fine = str(caught.value).partition(" These may change: ")
+    for name in ("data: was", "head.*: was", "objective: was", "lr: was 0.001, now 0.002", "seed: was 0, now 5"):
+        assert re.search(name, refused), name
+    assert "sequences_per_step: was 2, now 1" in refused and "batch_size: was 2, now 1" in fine
+    with pytest.raises(ValueError, match="These must stay as they were: .*target: was"):
+        program("train", "resume=true", "target.name={qwen3}", "data.path=loose.jsonl")
+    with pytest.raises(ValueError, match="this run is finished"):  # another split of the same step is no difference
+        program("train", "resume=true", "batch_size=1", "accumulation=2")
+
+
+def test_a_disk_without_room_is_refused_before_the_start(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match="out=.*keeps up to .* GB of states and checkpoints.*give another out"):
+        program("train")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_drafter_and_target_of_other_sizes_do_not_start(program, toys):

@@ -1,8 +1,5 @@
 """Training sees what decoding sees: the same logits, the same positions, the same documents, and a loss per token."""
 
-import math
-import os
-import signal
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from toys import XPRESS, V, anchors_at, count_batch, make_rows, make_target, make_trainee, plain
+from toys import XPRESS, V, anchors_at, count_batch, make_rows, make_run, make_target, make_trainee, plain
 
 from xpress.anchors import PADDING, Batch, candidates, draw, lay_out
 from xpress.batches import collate
@@ -20,10 +17,8 @@ from xpress.drafter import Context
 from xpress.features import OnlineFeatures
 from xpress.heads.base import corrected_logits
 from xpress.loss import Pass, Term
-from xpress.recipe import TrainSettings
 from xpress.refine import refine, sweep
 from xpress.target import Features
-from xpress.train import Run
 
 EXACT = dict(rtol=0, atol=1e-10)  # fp64, sums in another order
 
@@ -271,91 +266,7 @@ def test_documents_never_mix(kind):
     assert torch.equal(forward(packed(ids, second))[1], forward(packed(other, second))[1])
 
 
-# --- steps and runs ---------------------------------------------------------------------------------------------------
-
-
-def make_run(out, trainee, target, rows, **changes) -> Run:
-    options = {"steps": 6, "batch_size": 2, "max_anchors": 8, "lr": 1e-3, "train_drafter": trainee.train_drafter}
-    source = OnlineFeatures(target, trainee.drafter.layer_ids, False, target.dtype)
-    return Run(out, trainee, rows, source, TrainSettings(**{**options, **changes}))
-
-
-@pytest.mark.parametrize("block_size, lengths, slots", [(2, (11, 3), [2, 10]), (5, (5, 3), [3, 10])])
-def test_accumulation_is_a_big_batch(tmp_path, wide, block_size, lengths, slots):
-    """Micro-batches with many and with few supervised slots: the gradient of one batch with both."""
-    found = []
-    for size in (2, 1):
-        options = {"batch_size": size, "accumulation": 2 // size, "max_anchors": 99, "clip": math.inf}
-        run = make_run(tmp_path, make_trainee(wide, block_size=block_size), wide, make_rows(*lengths), **options)
-        run.optimizer.step = run.optimizer.zero_grad = lambda: None
-        run.train_step()
-        found.append([weight.grad for weight in run.trainee.parameters()])
-    assert sorted(int(a.mask.sum()) for _, a in run.micro_batches(0)) == slots
-    assert all(torch.allclose(whole, parts, **EXACT) and whole.any() for whole, parts in zip(*found))
-
-
-def test_frozen_drafter_stays_as_it_is(tmp_path, target):
-    """No gradient, not a bit changed, weight decay or not; the head learns. Co-trained, both change."""
-    for train_drafter in (False, True):
-        trainee = make_trainee(target, train_drafter=train_drafter)
-        before = {name: weight.clone() for name, weight in trainee.named_parameters()}
-        run = make_run(tmp_path, trainee, target, make_rows(9, 9), weight_decay=0.1)
-        run.optimizer.zero_grad = lambda: None
-        for _ in range(2):
-            run.train_step()
-        for name, weight in trainee.named_parameters():
-            moves = train_drafter or name.startswith("head.")
-            assert (weight.grad is not None) == moves and torch.equal(weight, before[name]) != moves
-    assert not any(weight.requires_grad for weight in target.model.parameters())
-
-
-def test_resumed_run_is_the_straight_run(tmp_path, target):
-    """Six steps = three, a new process's objects, three more: weights and moments to the bit."""
-    rows = make_rows(9, 14, 7, 11, 9, 8)  # three steps an epoch, so the order of the second counts too
-
-    def run(folder, seed=1):
-        trainee = make_trainee(target, seed=seed, feature_scale=(2.0, 0.5))
-        return make_run(tmp_path / folder, trainee, target, rows, warmup=0.7)
-
-    straight, first, second = run("a"), run("b"), run("b", seed=7)
-    advance = lambda run, n: [run.train_step() for _ in range(n)][-1]["step"]  # noqa: E731
-    advance(straight, 6), advance(first, 3)
-    first.save_state({})
-    assert second.resume() == [] and second.step == 3 and advance(second, 3) == 6
-    for (name, ours), theirs in zip(second.trainee.named_parameters(), straight.trainee.parameters()):
-        assert torch.equal(ours, theirs), name
-        moments = straight.optimizer.state[theirs]
-        assert moments and moments.keys() == second.optimizer.state[ours].keys()
-        assert all(torch.equal(moments[key], second.optimizer.state[ours][key]) for key in moments), name
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_step_and_can_be_resumed(tmp_path, target, number):
-    """Ctrl-C or SIGTERM in the middle of a step: the step is finished, its state saved, and the rest is as if nothing
-    had happened; the handlers are those from before."""
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    make = lambda folder: make_run(tmp_path / folder, make_trainee(target), target, make_rows(9, 14, 7, 11))  # noqa: E731
-    straight, cut = make("a"), make("b")
-    straight.fit({})
-    step, batches = cut.micro_batches, []
-
-    def interrupted(n):
-        batches.append(n)
-        if n == 2:
-            os.kill(os.getpid(), number)
-        return step(n)
-
-    cut.micro_batches = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        cut.fit({})
-    assert batches == [0, 1, 2] and cut.step == 3 and not (tmp_path / "b" / "checkpoint").exists()
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
-    again = make("b")
-    assert again.resume() == [] and again.step == 3
-    again.fit({})
-    assert {path.name for path in (tmp_path / "b").glob("*")} >= {"step-0000006", "checkpoint", "metrics.jsonl"}
-    for ours, theirs in zip(again.trainee.parameters(), straight.trainee.parameters()):
-        assert torch.equal(ours, theirs)
+# --- all of it together -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["infill", "next"])
@@ -395,17 +306,3 @@ def test_a_batch_without_blocks_weighs_nothing(target):
     total.backward()
     assert sums.tolist() == weights.tolist() == [0.0] * 3
     assert all(w.grad is None or not w.grad.any() for w in trainee.parameters())
-
-
-def test_loss_that_is_not_finite_stops_the_run(tmp_path, target):
-    """The message names the step, the terms concerned and the rows; the weights stay those of the step before."""
-    trainee = make_trainee(target)
-    run = make_run(tmp_path, trainee, target, make_rows(9, 9))
-    run.train_step()
-    with torch.no_grad():
-        trainee.head.mlp_up.weight[0, 0] = float("nan")
-    before = trainee.drafter.fc.weight.clone()
-    with pytest.raises(FloatingPointError, match="step 2: refined, consistency is not finite.*row-") as caught:
-        run.train_step()
-    assert "anchor" not in str(caught.value) and all(f"row-{i}" in str(caught.value) for i in range(2))
-    assert torch.equal(trainee.drafter.fc.weight, before) and run.step == 1

@@ -13,10 +13,13 @@ from xpress.data import Row
 from xpress.decode import generate
 from xpress.drafter import Context, DFlashDrafter
 from xpress.drafter_config import DrafterConfig
+from xpress.features import OnlineFeatures
 from xpress.heads import DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
 from xpress.loss import Term
 from xpress.prompts import Prompt
+from xpress.recipe import TrainSettings
 from xpress.target import Target
+from xpress.train import Run
 from xpress.trainee import Trainee
 
 V, D, L = 97, 32, 4
@@ -222,6 +225,12 @@ def make_trainee(target, head="refiner", terms=XPRESS, train_drafter=True, seed=
     """A random drafter (`settings` are its own) and head under an objective."""
     drafter = make_drafter(target, seed=seed, **settings)
     return Trainee(drafter, make_head(head, drafter, seed=seed + 1, std=std), terms, train_drafter, chunk)
+
+
+def make_run(out, trainee, target, rows, held_out=(), facts=None, **changes) -> Run:
+    options = {"steps": 6, "batch_size": 2, "max_anchors": 8, "lr": 1e-3, "train_drafter": trainee.train_drafter}
+    source = OnlineFeatures(target, trainee.drafter.layer_ids, False, target.dtype)
+    return Run(out, trainee, rows, source, TrainSettings(**{**options, **changes}), held_out, facts)
 
 
 def anchors_at(batch: Batch, places: list[int], num_draft: int) -> Anchors:

@@ -113,8 +113,12 @@ def training(cfg: DictConfig, say: Callable = print, progress: Callable = lambda
         run, provenance = assemble(raw, settings, terms, out, state, say, progress)
         for text in run.resume() if raw["resume"] else []:
             say(f"resumed with a change: {text}")
-        if run.step >= settings.steps:
+        if raw["resume"] and not run.step:
+            say(f"out={out}: no state to resume from, the run starts at its beginning")
+        if run.finished:
             raise ValueError(f"out={out}: this run is finished, its checkpoint is in {out / 'checkpoint'}; raise steps")
+        if run.step > settings.steps:
+            raise ValueError(f"steps={settings.steps}: the newest state in {out} is of step {run.step}; raise steps")
     except Exception:
         if state.is_main_process and not raw["resume"]:  # nothing was done: the folder is free again
             (out / RUN_CONFIG).unlink(missing_ok=True)

@@ -123,11 +123,11 @@ def load(path: str | Path, target=None, dtype: torch.dtype = torch.float32, devi
         check_head({**head.config, "draft_vocab_size": head.readout.out_features}, drafter.config)
     ours = {f"head.{name}": weight for name, weight in head.state_dict().items()} if head is not None else {}
     _account(folder, {**drafter.state_dict(), **ours}, tensors)
+    drafter.to(device=device, dtype=dtype).eval()
     drafter.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("head.")})
     if head is not None:
-        head.load_state_dict({name[5:]: t for name, t in tensors.items() if name.startswith("head.")})
         head.to(device=device, dtype=dtype).eval()
-    drafter.to(device=device, dtype=dtype).eval()
+        head.load_state_dict({name[5:]: t for name, t in tensors.items() if name.startswith("head.")})
     if target is not None:
         check_target(provenance, target, folder)
         drafter.bind(target)

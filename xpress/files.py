@@ -28,6 +28,18 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text)
 
 
+def append_text(path: Path, text: str) -> None:
+    """The whole text, or on a full disk none of it."""
+    size = path.stat().st_size if path.exists() else None
+    try:
+        with open(path, "a") as file:
+            file.write(text)
+    except OSError:
+        if path.exists():
+            os.truncate(path, size or 0)
+        raise
+
+
 def write_json(path: Path, content) -> None:
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 

@@ -1,8 +1,12 @@
-"""One accelerate object for every way of running: one process, DDP, or FSDP2, as the launcher says."""
+"""How a run is started and stopped: one accelerate object for one process, DDP, or FSDP2, as the launcher says; and
+Ctrl-C and SIGTERM, which wait for the end of a step."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from contextlib import contextmanager
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -28,3 +32,22 @@ def make_accelerator(precision: str, cpu: bool) -> Accelerator:
         # accelerate's policy would round outputs, and with them the losses, to bf16; autocast does without that
         plugin.mixed_precision_policy = MixedPrecisionPolicy()
     return accelerator
+
+
+@contextmanager
+def interrupts():
+    """Yields a list that fills when Ctrl-C or SIGTERM arrives, so that a step is never cut in two. The second Ctrl-C
+    acts at once."""
+    asked: list[int] = []
+
+    def note(number, frame):
+        asked.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    main = threading.current_thread() is threading.main_thread()  # elsewhere Python takes no handlers
+    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    try:
+        yield asked
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 
 import torch
 
@@ -61,3 +62,20 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Pace:
+    """Seconds of the run, and tokens and blocks a second since the last call."""
+
+    def __init__(self, spent: float):
+        self.start, self.last = time.perf_counter() - spent, time.perf_counter()
+
+    def __call__(self, facts: dict) -> dict:
+        now = time.perf_counter()
+        took, self.last = max(now - self.last, 1e-9), now
+        found = {"seconds": round(now - self.start, 3)}
+        return found | {f"{name}_per_s": round(facts[name] / took, 1) for name in ("tokens", "blocks")}
+
+    def leave_out(self):
+        """The time since the last call counts for no step."""
+        self.last = time.perf_counter()

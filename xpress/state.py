@@ -11,11 +11,13 @@ before they are written: a state knows nothing of how many processes wrote it.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -24,6 +26,7 @@ from xpress.files import new_folder, write_json
 from xpress.recipe import differences
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+POSITION = "trainer.json"
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -71,16 +74,34 @@ def save(folder: Path, run, provenance: dict) -> None:
         save_file(moments, temporary / "optimizer.safetensors")
         flat = {f"{rank}.{kind}": s for rank, own in enumerate(states) for kind, s in own.items()}
         save_file(flat, temporary / "random.safetensors")
-        write_json(temporary / "trainer.json", run.position())
+        write_json(temporary / POSITION, run.position())
 
 
 def newest(out: Path) -> Path | None:
-    states = sorted(path.parent for path in Path(out).glob("step-*/trainer.json"))
+    states = sorted(path.parent for path in Path(out).glob(f"step-*/{POSITION}"))
     return states[-1] if states else None
 
 
 def read(folder: Path) -> dict:
-    return json.loads((folder / "trainer.json").read_text())
+    """What the state says of its run. Raises ValueError where the file is damaged."""
+    try:
+        return json.loads((folder / POSITION).read_text())
+    except ValueError as error:
+        raise ValueError(_damaged(folder / POSITION, error)) from error
+
+
+def tensors_in(path: Path) -> dict[str, Tensor]:
+    """Raises FileNotFoundError or ValueError where the file of a state is missing or damaged."""
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(_damaged(path, "it is missing")) from error
+    except SafetensorError as error:
+        raise ValueError(_damaged(path, error)) from error
+
+
+def _damaged(path: Path, why) -> str:
+    return f"resume: {path} cannot be read ({why}); delete {path.parent}, and the run goes on from the state before it"
 
 
 def check(folder: Path, saved: dict, now: dict) -> list[str]:
@@ -96,11 +117,12 @@ def check(folder: Path, saved: dict, now: dict) -> list[str]:
 
 
 def load(folder: Path, run) -> None:
-    """Weights, moments and random states of `folder` into `run`, whatever the number of processes."""
-    found = checkpoint.load(folder)
+    """Weights, moments and random states of `folder` into `run`, whatever the number of processes. Nothing is changed
+    where a file is missing or damaged."""
+    found = checkpoint.load(folder, dtype=next(run.trainee.drafter.parameters()).dtype)
     parts = {"drafter": found.drafter} | ({"head": found.head} if found.head is not None else {})
     tensors = {f"{part}.{name}": t for part, module in parts.items() for name, t in module.state_dict().items()}
-    moments = load_file(folder / "optimizer.safetensors")
+    moments, states = (tensors_in(folder / f"{name}.safetensors") for name in ("optimizer", "random"))
     with torch.no_grad():
         for name, weight in run.trainee.named_parameters():
             weight.copy_(put(weight, tensors[name]))
@@ -109,7 +131,7 @@ def load(folder: Path, run) -> None:
                 run.optimizer.state[weight] = {
                     k: v.to(weight.device) if k == "step" else put(weight, v) for k, v in own.items()
                 }
-    states, rank = load_file(folder / "random.safetensors"), run.accelerator.process_index
+    rank = run.accelerator.process_index
     if f"{rank}.cpu" in states:
         torch.set_rng_state(states[f"{rank}.cpu"])
     if f"{rank}.cuda" in states and torch.cuda.is_available():
@@ -119,8 +141,15 @@ def load(folder: Path, run) -> None:
 def prune(out: Path, pattern: str, keep: int) -> None:
     """Of the folders that match, the newest `keep` stay; half-written ones of a killed run go."""
     found = sorted(Path(out).glob(pattern))
-    for old in [*found[: len(found) - keep], *Path(out).glob(f".{pattern}.tmp")]:
+    for old in [*found[: max(0, len(found) - keep)], *Path(out).glob(f".{pattern}.tmp")]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def clear(out: Path) -> None:
+    """What a killed process left half-written or half-replaced goes; see files.py."""
+    for path in Path(out).glob(".*"):
+        if re.search(r"\.\d+\.(tmp|old)$", path.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def size(trainee: nn.Module) -> int:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import threading
-import time
+import shutil
 import uuid
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,9 +24,9 @@ from xpress import checkpoint, state
 from xpress.anchors import Anchors, Batch, draw, lay_out
 from xpress.batches import Order, collate
 from xpress.data import Row
-from xpress.files import write_json, write_text
-from xpress.launch import make_accelerator
-from xpress.meter import Meter
+from xpress.files import append_text, write_json, write_text
+from xpress.launch import interrupts, make_accelerator
+from xpress.meter import Meter, Pace
 from xpress.recipe import TrainSettings
 from xpress.trainee import Trainee
 
@@ -79,6 +78,7 @@ class Run:
         }
         self.step, self.best, self.run_id, self.spent = 0, None, uuid.uuid4().hex[:12], 0.0
         self.asked: list[int] = []  # signals that arrived
+        self.unlogged: list[str] = []  # lines that a full disk did not take
         torch.manual_seed(settings.seed * 1000 + 7 + self.accelerator.process_index)  # for heads that draw
 
     # --- one optimiser step -------------------------------------------------------------------------------------
@@ -146,13 +146,19 @@ class Run:
         """Losses on held-out rows, and the free-running tau and accept rates of the head at its fixed point (G passes)
         and of the bare drafter, over blocks that lie whole in an answer. Leaves mode and random state as they were."""
         ranks, size, G = self.accelerator.num_processes, self.settings.batch_size, self.trainee.drafter.config.num_draft
-        rows = self.held_out[: len(self.held_out) // ranks * ranks][self.accelerator.process_index :: ranks]
+        device = self.accelerator.device
         meter, training = Meter(self.trainee, self.accelerator), self.module.training
+        # every process runs as many forwards as the others: a sharded one waits for them; what fills up counts nothing
+        places = range(self.accelerator.process_index, -(-len(self.held_out) // ranks) * ranks, ranks)
+        counts = [place < len(self.held_out) for place in places]
+        rows = [self.held_out[place % len(self.held_out)] for place in places]
         self.module.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng():
+            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 for i in range(0, len(rows), size):
                     batch, anchors = self._batch(rows[i : i + size], HELD_OUT, G)
+                    real = torch.tensor(counts[i : i + size])[:, None]
+                    anchors = replace(anchors, valid=anchors.valid & real, mask=anchors.mask & real[..., None])
                     meter.add(self._forward(batch, anchors, passes=G), batch, anchors)
         finally:
             self.module.train(training)
@@ -162,8 +168,9 @@ class Run:
         found = self.evaluate()
         score = found.get("eval/tau/head", found.get("eval/tau/drafter"))
         if self.step and score is not None and (self.best is None or score > self.best["tau"]):
-            self.best = {"step": self.step, "tau": score}
-            self._try_to_save("best", lambda: self._write(f"best-{self.step:07d}", provenance | {"metrics": found}))
+            name = f"best-{self.step:07d}"
+            if self._try_to_save("best", lambda: self._write(name, provenance | {"metrics": found})):
+                self.best = {"step": self.step, "tau": score}
         return found
 
     # --- the whole run ------------------------------------------------------------------------------------------
@@ -200,24 +207,55 @@ class Run:
                     self.save_state(provenance)
                 if unfinished and stop:
                     raise KeyboardInterrupt
+        facts = facts or self._last_line()  # killed after its last step: only the end is written
         metrics = {key: value for key, value in facts.items() if "/" in key}
-        provenance = {**provenance, "metrics": metrics}
         self.module.eval()
-        self._write(f"step-{self.step:07d}", provenance, resumable=True)
+        try:
+            self._finish({**provenance, "metrics": metrics})
+        except (OSError, SafetensorError) as error:
+            there = state.newest(self.out)
+            remedy = f"make room there and go on from {there.name} with resume=true" if there else "give another out="
+            raise OSError(f"out={self.out}: the end of the run could not be saved ({error}); {remedy}") from error
+        return self.out / "checkpoint"
+
+    def _finish(self, provenance: dict):
+        """Everything that a finished run has; result.json, which says so, comes last."""
+        name = f"step-{self.step:07d}"
+        if not (self.out / name / state.POSITION).exists():
+            self._write(name, provenance, resumable=True)
         self._write("checkpoint", provenance)
-        if main:
+        if self.accelerator.is_main_process:
             if self.best is not None and (found := sorted(self.out.glob("best-*"))):
                 state.prune(self.out, "best", keep=0)
                 found[-1].rename(self.out / "best")
+            state.prune(self.out, "step-*", keep=1)
             result = {**provenance, "steps": self.step, "best": self.best, "seconds": round(self.spent, 1)}
             write_json(self.out / "result.json", result)
-            state.prune(self.out, "step-*", keep=1)
-        return self.out / "checkpoint"
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to train and its end is written."""
+        path = self.out / "result.json"
+        written = json.loads(path.read_text())["steps"] if path.exists() else None
+        return self.step >= self.settings.steps and written == self.step
 
     def _log(self, facts: dict):
-        if self.accelerator.is_main_process:
-            with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(facts) + "\n")
+        """A line of metrics.jsonl; where the disk is full it waits for the next."""
+        if not self.accelerator.is_main_process:
+            return
+        self.unlogged.append(json.dumps(facts) + "\n")
+        try:
+            append_text(self.out / "metrics.jsonl", "".join(self.unlogged))
+        except OSError as error:
+            text = f"step {self.step}: metrics.jsonl could not be written ({error}); training goes on. Make room in"
+            warnings.warn(f"{text} {self.out}", stacklevel=2)
+        else:
+            self.unlogged.clear()
+
+    def _last_line(self) -> dict:
+        log = self.out / "metrics.jsonl"
+        lines = log.read_text().splitlines() if log.exists() else []
+        return json.loads(lines[-1]) if lines else {}
 
     def position(self) -> dict:
         """What a state says of the run besides weights and moments."""
@@ -245,35 +283,51 @@ class Run:
             if name.startswith("best-"):
                 state.prune(self.out, "best-*", keep=1)
 
-    def _try_to_save(self, what: str, write: Callable):
+    def _try_to_save(self, what: str, write: Callable) -> bool:
+        """-> whether it is saved, the same on all processes"""
+        saved = True
         try:
             write()
         except (OSError, SafetensorError) as error:
+            saved = False
             there = state.newest(self.out)
             warnings.warn(
                 f"step {self.step}: the {what} could not be saved ({error}); training goes on, the newest whole state "
                 f"is {there.name if there else 'none yet'}. Make room in {self.out}",
                 stacklevel=2,
             )
+        return all(gather_object([saved]))
 
     def resume(self) -> list[str]:
         """Load the newest whole state -> what has changed since and may, as text; nothing happens where there is none.
 
-        Raises ValueError where the run is not the one that was interrupted.
+        Raises ValueError where the run is not the one that was interrupted, or OSError where a state is incomplete.
         """
-        folder = state.newest(self.out)
-        if folder is None:
-            return []
-        saved = state.read(folder)
-        allowed = state.check(folder, saved["facts"], json.loads(json.dumps(self.facts)))
-        state.load(folder, self)
-        self.step, self.best = saved["step"], saved["best"]
-        self.run_id, self.spent = saved["run_id"], saved["seconds"]
-        log = self.out / "metrics.jsonl"
-        if self.accelerator.is_main_process and log.exists():  # what a killed run logged beyond its state comes again
-            lines = [line for line in log.read_text().splitlines() if _step_of(line) <= self.step]
-            write_text(log, "".join(line + "\n" for line in lines))
+        folder, allowed = state.newest(self.out), []
+        if folder is not None:
+            saved = state.read(folder)
+            allowed = state.check(folder, saved["facts"], json.loads(json.dumps(self.facts)))
+            state.load(folder, self)
+            self.step, self.best = saved["step"], saved["best"]
+            self.run_id, self.spent = saved["run_id"], saved["seconds"]
+        best = None if self.best is None else f"best-{self.best['step']:07d}"
+        if best and not any((self.out / name).exists() for name in (best, "best")):
+            self.best = None  # a better one had replaced it, in steps that come again
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            self._drop_what_comes_again(best)
         return allowed
+
+    def _drop_what_comes_again(self, best: str | None):
+        """What a killed run logged and kept beyond its state, and what it left half-written."""
+        state.clear(self.out)
+        for path in self.out.glob("best-*"):
+            if path.name != best:
+                shutil.rmtree(path)
+        log = self.out / "metrics.jsonl"
+        if log.exists():
+            lines = [line for line in log.read_text().splitlines() if _step_of(line) <= (self.step or -1)]
+            write_text(log, "".join(line + "\n" for line in lines))
 
 
 def _step_of(line: str) -> float:
@@ -281,39 +335,3 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except ValueError:  # the half-written last line of a killed run
         return math.inf
-
-
-class Pace:
-    """Seconds of the run, and tokens and blocks a second since the last call."""
-
-    def __init__(self, spent: float):
-        self.start, self.last = time.perf_counter() - spent, time.perf_counter()
-
-    def __call__(self, facts: dict) -> dict:
-        now = time.perf_counter()
-        took, self.last = max(now - self.last, 1e-9), now
-        found = {"seconds": round(now - self.start, 3)}
-        return found | {f"{name}_per_s": round(facts[name] / took, 1) for name in ("tokens", "blocks")}
-
-    def leave_out(self):
-        """The time since the last call counts for no step."""
-        self.last = time.perf_counter()
-
-
-@contextmanager
-def interrupts():
-    """Yields a list that fills when Ctrl-C or SIGTERM arrives, so that a step is never cut in two. The second Ctrl-C
-    acts at once."""
-    asked: list[int] = []
-
-    def note(number, frame):
-        asked.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    main = threading.current_thread() is threading.main_thread()  # elsewhere Python takes no handlers
-    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
-    try:
-        yield asked
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

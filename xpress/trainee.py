@@ -6,6 +6,7 @@ called beside forward would not be synchronised. The head's self-fed rounds are 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -131,12 +132,15 @@ class Trainee(nn.Module):
 
         def latents_of(i: int, fed: Tensor, part: slice) -> Tensor:
             n = part.start // (size * block.num_draft)
-            with torch.set_grad_enabled(slope), torch.autocast(kind, narrow, enabled=narrow is not None):
+            trained = tensors[i].ce or tensors[i].l1
+            # what is only measured leaves the random state of a head that draws as it was
+            aside = nullcontext() if trained else torch.random.fork_rng([fed.device] if fed.is_cuda else [])
+            with aside, torch.set_grad_enabled(slope), torch.autocast(kind, narrow, enabled=narrow is not None):
                 if n not in prepared:
                     prepared.clear()
                     prepared[n] = self.head.prepare(parts[n].hidden)
                 latent = sweep(self.head, prepared[n], parts[n], fed.view(-1, block.num_draft)).flatten(0, 1)
-            if tensors[i].ce or tensors[i].l1:
+            if trained:
                 made[i].append(latent)
             return latent.detach()
 
