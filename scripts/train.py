@@ -70,10 +70,10 @@ def main(cfg):
     finally:
         bar.close()
         tracker.finish()
-        if main_process and (run.out / "metrics.jsonl").exists():
-            curves.draw(run.out / "metrics.jsonl", run.out / "curves.png")
+        if main_process:
+            print(curves.try_to_draw(run.out / "metrics.jsonl", run.out / "curves.png"))
     if main_process:
-        print(f"checkpoint: {folder}\ncurves: {run.out / 'curves.png'}")
+        print(f"checkpoint: {folder}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from xpress import curves
 from xpress.curves import DRAFTER, HEAD, curve, draw, figure, read
 
 LINES = [
@@ -111,3 +112,14 @@ def test_a_file_that_has_nothing_to_draw_is_named(tmp_path):
     with pytest.raises(ValueError, match="metrics=.*metrics.jsonl: no whole line with a step yet"):
         draw(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_cannot_be_drawn_is_said_not_raised(tmp_path):
+    """At the end of a run: no file, no whole line, no room."""
+    metrics = tmp_path / "metrics.jsonl"
+    assert "not drawn" in curves.try_to_draw(metrics, tmp_path / "a.png")
+    metrics.write_text('{"step": 1, "loss/ref')
+    assert "no whole line" in curves.try_to_draw(metrics, tmp_path / "a.png")
+    metrics.write_text('{"step": 1, "loss/refined": 2.0}\n')
+    assert "not drawn" in curves.try_to_draw(metrics, tmp_path / "nowhere" / "a.png")
+    assert curves.try_to_draw(metrics, tmp_path / "a.png") == f"curves: {tmp_path / 'a.png'}"

@@ -36,6 +36,15 @@ def draw(metrics: Path, png: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def try_to_draw(metrics: Path, png: Path) -> str:
+    """Where the picture is, or why there is none: at the end of a run a full disk must hide nothing that matters."""
+    try:
+        draw(metrics, png)
+    except (OSError, ValueError) as error:
+        return f"curves: not drawn ({error})"
+    return f"curves: {png}"
+
+
 def read(metrics: Path) -> list[dict]:
     """The lines of a metrics.jsonl by step. A half-written line is left out; where a resumed run wrote a step
     again, the later line wins, key by key."""
