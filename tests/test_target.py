@@ -10,6 +10,7 @@ from toys import SHAPES, D, L, V, make_drafter, make_model, make_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from xpress.drafter import Context
+from xpress.parts import make_target as make
 from xpress.target import Target, check_layer_ids, rope_parameters
 
 PROMPT = [5, 17, 44, 3, 61, 80, 9]
@@ -235,10 +236,15 @@ def test_a_config_without_rotary_base_is_refused():
 
 
 @pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
-def test_a_target_spread_by_device_map_is_the_same(tmp_path, device_map):
+def test_a_target_spread_by_device_map_is_the_same(tmp_path, monkeypatch, device_map):
     """Here there is one device to spread over; the hooks that accelerate puts around the layers change no number."""
     folder = str(save_model(tmp_path / "target"))
-    plain, spread = Target.from_pretrained(folder), Target.from_pretrained(folder, device_map=device_map)
+    plain = Target.from_pretrained(folder)
+    load, asked = AutoModelForCausalLM.from_pretrained, []
+    note = lambda *names, **options: asked.append(options["device_map"]) or load(*names, **options)  # noqa: E731
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", note)
+    spread = make({"name": folder, "device_map": device_map}, "cpu")
+    assert asked == [device_map]
     ids = torch.randint(3, 90, (2, 9))
     for ours, theirs in zip(*(vars(t.features(ids, torch.arange(9)[None], (0, 2))).values() for t in (plain, spread))):
         assert torch.equal(ours, theirs)

@@ -67,7 +67,9 @@ def device_of(name: str | None) -> str:
 
 def make_target(section: dict, device: str, dtype: str | None = None) -> Target:
     place = _place(section)
-    target = Target.from_pretrained(place, dtype or section.get("dtype") or "float32", device, section.get("revision"))
+    dtype = dtype or section.get("dtype") or "float32"
+    options = section.get("revision"), section.get("device_map")
+    target = Target.from_pretrained(place, dtype, device, *options)
     target.name = section["name"]
     check_sizes("target", section.get("sizes"), section["name"], target.config)
     return target
