@@ -9,7 +9,7 @@ from xpress.curves import DRAFTER, HEAD, curve, draw, figure, read
 
 LINES = [
     {"step": 1, "lr": 1e-4, "loss/refined": 3.0, "loss/consistency": 3.2, "loss/consistency/1": 3.3, "tau/head": 1.5}
-    | {"tau/drafter": 1.4, "tokens_per_second": 90.0},
+    | {"tau/drafter": 1.4, "tokens_per_s": 90.0},
     {"step": 2, "lr": 2e-4, "loss/refined": 2.0, "tau/head": 1.7, "eval/tau/head": 1.6, "eval/tau/drafter": 1.45}
     | {"eval/loss/refined": 2.5, "eval/accept/head": [0.5, 0.2, 0.1], "eval/accept/drafter": [0.4, 0.1, 0.0]},
     {"step": 3, "lr": 1e-4, "loss/refined": 1.0, "eval/tau/head": 1.9, "eval/tau/drafter": 1.4}

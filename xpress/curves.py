@@ -152,7 +152,7 @@ def _rates(axes, lines):
     axes.set(title="Learning rate and throughput", xlabel="step", ylabel="learning rate")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     axes.set_ylim(bottom=0)
-    steps, values = curve(lines, "tokens_per_second")
+    steps, values = curve(lines, "tokens_per_s")
     if steps:
         right = axes.twinx()
         right.plot(steps, values, color=OTHERS[0], linewidth=1.2)
