@@ -33,7 +33,7 @@ train() { # train <folder> <overrides>: skipped where it is finished, resumed wh
     if [ -e $folder ]; then resume=true; fi
     $python scripts/train.py +exp=smollm2_135m target.name="$target" drafter.mask_token_id="$mask" \
         drafter.draft_vocab_size=4096 data.path=$out/responses cache_dir=$out/features \
-        out=$folder resume=$resume save_every=100 "$@"
+        out=$folder resume=$resume save_every=100 eval_every=300 "$@"
 }
 train drafter head=none objective=dflash_b8 drafter_lr_scale=0.4 steps=600
 train xpress drafter.init=$out/drafter steps=250
