@@ -6,8 +6,6 @@ Usage: python tests/plan_worker.py '{"draft_vocab_size": 8192, "length": 512, â€
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import sys
 import tempfile
@@ -28,6 +26,9 @@ from xpress.target import Features
 from xpress.train import Run
 from xpress.trainee import Trainee
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from step_worker import peak_above, resident  # noqa: E402
+
 OBJECTIVE = [Term("refined", "gold"), Term("consistency", "self", 0.3, rounds=3), Term("anchor", "none", [0.6, 0.2])]
 
 
@@ -45,22 +46,6 @@ class Case:
     precision: str = "bf16"
     train_drafter: bool = True
     accumulation: int = 1
-
-
-def resident(field: str) -> int:
-    """Bytes of a line of /proc/self/status: VmRSS now, VmHWM at its highest since the last reset."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[field].split()[0]) * 1024
-
-
-def peak_above(work) -> int:
-    """Highest resident set while `work()` runs, in bytes above the one before it."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed heap that is used again would not show
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    work()
-    return resident("VmHWM") - before
 
 
 def config_of(case: Case) -> DrafterConfig:
