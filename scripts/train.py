@@ -36,13 +36,14 @@ def tell(run, provenance, cfg):
 def main(cfg):
     features, progress = feature_bar()
     try:
-        if cfg.plan:
-            return report.print_plan(build.planning(cfg).to_json())
-        run, provenance = build.training(cfg, print, progress)
+        with features:
+            if cfg.plan:
+                return report.print_plan(build.planning(cfg).to_json())
+            run, provenance = build.training(cfg, print, progress)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    finally:
-        features.close()
+    except KeyboardInterrupt:
+        sys.exit("interrupted before the first step; the same command goes on")
     main_process = run.accelerator.is_main_process  # one curve a run, not one a process
     if main_process:
         tell(run, provenance, cfg)
@@ -53,11 +54,10 @@ def main(cfg):
     def on_step(facts, total):
         bar.update()
         shown = {k.split("/")[1]: f"{v:.3f}" for k, v in facts.items() if k.count("/") == 1 and isinstance(v, float)}
-        rate = {"tokens/s": facts["tokens_per_s"], "blocks/s": facts["blocks_per_s"], "GB": facts["peak_memory_gb"]}
-        bar.set_postfix(shown | rate, refresh=False)
+        shown |= {"tokens/s": facts["tokens_per_s"], "blocks/s": facts["blocks_per_s"], "GB": facts["peak_memory_gb"]}
+        bar.set_postfix(shown, refresh=False)
         tracker.log(facts, facts["step"])
-        if "eval/tau/drafter" in facts:
-            taus = ", ".join(f"{k[9:]} {v:.3f}" for k, v in facts.items() if k.startswith("eval/tau/"))
+        if taus := ", ".join(f"{k[9:]} {v:.3f}" for k, v in facts.items() if k.startswith("eval/tau/")):
             bar.write(f"step {facts['step']}: held-out tau {taus}")
 
     try:

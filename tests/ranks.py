@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from toys import make_rows, make_target, make_trainee
 
+from xpress.checkpoint import whole
 from xpress.features import OnlineFeatures
 from xpress.recipe import TrainSettings
-from xpress.state import whole
 from xpress.train import Run
 
 STEPS, HALF = 5, 3

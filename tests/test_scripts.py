@@ -428,3 +428,18 @@ def test_drafter_and_target_of_other_sizes_do_not_start(program, toys):
 def test_every_shipped_set_is_known_to_the_scripts():
     assert configured("eval_tau").bench in prompts.SETS and configured("generate_data").prompts in prompts.SETS
     assert configured("eval_tau").bench != configured("generate_data").prompts  # trained on one, measured on another
+
+
+def test_ctrl_c_before_the_first_step_frees_the_folder(ran, toys, monkeypatch):
+    """While features are written nothing is lost but the shard in work: the same command goes on."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "assemble", interrupted)
+    monkeypatch.chdir(toys.at)
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        cfg = compose("train", overrides=["+exp=tiny", f"out={toys.at / 'early'}"])
+    with pytest.raises(KeyboardInterrupt):
+        build.training(cfg)
+    assert not list((toys.at / "early").iterdir())

@@ -119,7 +119,7 @@ def training(cfg: DictConfig, say: Callable = print, progress: Callable = lambda
             raise ValueError(f"out={out}: this run is finished, its checkpoint is in {out / 'checkpoint'}; raise steps")
         if run.step > settings.steps:
             raise ValueError(f"steps={settings.steps}: the newest state in {out} is of step {run.step}; raise steps")
-    except Exception:
+    except BaseException:  # Ctrl-C while features are written, too
         if state.is_main_process and not raw["resume"]:  # nothing was done: the folder is free again
             (out / RUN_CONFIG).unlink(missing_ok=True)
         raise

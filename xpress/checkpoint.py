@@ -73,13 +73,16 @@ def save(path: str | Path, drafter, head=None, provenance: dict | None = None, t
         write(folder, drafter, head, tensors, provenance)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on the CPU; of a sharded one, gathered from all processes."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().cpu().contiguous()
+
+
 def tensors_of(drafter: DFlashDrafter, head: CorrectionHead | None) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, on the CPU. Sharded parameters are gathered: then all processes call it together."""
     both = drafter.state_dict() | ({} if head is None else {f"head.{k}": v for k, v in head.state_dict().items()})
-    tensors = {}
-    for name, weight in both.items():
-        full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        tensors[name] = full.detach().cpu().contiguous()
+    tensors = {name: whole(weight) for name, weight in both.items()}
     tensors["fc.weight"] = _scaled(tensors["fc.weight"], drafter.config.feature_scale)
     if drafter.draft_ids is not None:
         ids = drafter.draft_ids.cpu()

@@ -50,9 +50,12 @@ class Meter:
             if f"accepted/{name}" in read:
                 shares = [count / blocks for count in read[f"accepted/{name}"]]
                 found |= {f"tau/{name}": 1 + sum(shares), f"accept/{name}": shares}
-        memory = {"peak_memory_gb": round(peak_memory(self.accelerator.device) / 1e9, 3)}
-        return {**found, "blocks": int(read["blocks"][0]), "tokens": int(read["tokens"][0]), **memory} | {
-            "stop": read["stop"][0] > 0
+        return {
+            **found,
+            "blocks": int(read["blocks"][0]),
+            "tokens": int(read["tokens"][0]),
+            "peak_memory_gb": round(peak_memory(self.accelerator.device) / 1e9, 3),
+            "stop": read["stop"][0] > 0,
         }
 
 

@@ -22,17 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from xpress import checkpoint
+from xpress.checkpoint import whole
 from xpress.files import new_folder, write_json
 from xpress.recipe import differences
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 POSITION = "trainer.json"
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor on the CPU; of a sharded one, gathered from all processes."""
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().cpu().contiguous()
 
 
 def put(weight: Tensor, full: Tensor) -> Tensor:
