@@ -20,13 +20,14 @@ from xpress.verify import verify
 @dataclass(frozen=True)
 class Round:
     """What one round did. tokens: emitted, after the cut at stop token and limit; num_accepted: before the cut, without
-    bonus; num_draft: G (0 without a drafter); passes: Jacobi passes used. The opening round (the first token, which no
-    round pays for) has num_draft None."""
+    bonus; num_draft: G (0 without a drafter); passes: Jacobi passes used; drafted: the G draft tokens, accepted or not.
+    The opening round (the first token, which no round pays for) has num_draft None."""
 
     tokens: list[int]
     num_accepted: int = 0
     num_draft: int | None = None
     passes: int = 0
+    drafted: list[int] = field(default_factory=list)
 
 
 @torch.inference_mode()
@@ -64,12 +65,12 @@ def decode(
             draft = Draft.nothing(target.device)
         scores = target.score(torch.tensor(ids[-1:], device=target.device), draft.ids)  # VERIFY
         verdict = verify(draft, scores, sampling, noise)
-        accepted = int(verdict.num_accepted[0])
-        tokens = [*draft.ids[0, :accepted].tolist(), int(verdict.bonus[0])]  # COMMIT
+        accepted, drafted = int(verdict.num_accepted[0]), draft.ids[0].tolist()
+        tokens = [*drafted[:accepted], int(verdict.bonus[0])]  # COMMIT
         target_hidden = target.keep(accepted + 1)
         tokens = cut(tokens, stop_ids, max_new_tokens - (len(ids) - len(prompt)))
         ids += tokens
-        yield Round(tokens, accepted, draft.ids.shape[1], int(draft.passes[0]))
+        yield Round(tokens, accepted, len(drafted), int(draft.passes[0]), drafted)
 
 
 def cut(tokens: list[int], stop_ids, room: int) -> list[int]:
