@@ -19,7 +19,7 @@ from xpress.decode import Response, decode, generate
 from xpress.evaluate import Method, Result, first_difference, spacing
 from xpress.heads import MarkovHead, Refiner
 from xpress.metrics import Counts, accept_at, histogram, tau, tokens_per_round
-from xpress.target import Target, roll_back
+from xpress.target import Target
 from xpress.verify import Verdict
 
 PROMPTS = [[5], [1, 7], [3, 4, 5, 6, 7, 8, 9]]
@@ -43,6 +43,10 @@ def until(ids, n, stops=()) -> list[int]:
     return ids[: min(end, n)]
 
 
+def lengths_of(drafter):
+    return drafter.lengths if hasattr(drafter, "lengths") else drafter.sequences.lengths
+
+
 def watch(target, prompt, drafter=None, head=None, passes=0, **settings) -> Response:
     """`decode` to its end. After every round both caches hold exactly what is committed, and the counts add up."""
     response, committed = Response(), len(prompt)
@@ -50,11 +54,11 @@ def watch(target, prompt, drafter=None, head=None, passes=0, **settings) -> Resp
         if step.num_draft is not None:
             assert 0 <= step.num_accepted <= step.num_draft and step.passes <= step.num_draft
             assert 1 <= len(step.tokens) <= step.num_accepted + 1
-            assert drafter is None or drafter.context_length == committed - 1  # all before the anchor, nothing else
+            assert drafter is None or lengths_of(drafter) == [committed - 1]  # all before the anchor, nothing else
             response.rounds.append(step)
         response.ids += step.tokens
         committed += step.num_accepted + 1
-        assert {layer.keys.shape[-2] for layer in target.cache.layers} == {target.length} == {committed - 1}
+        assert target.sequences.lengths == [target.cache.get_seq_length()] == [committed - 1]
     rounds, counts = response.rounds, [Counts.of(response)]
     assert all(len(r.tokens) == r.num_accepted + 1 for r in rounds[:-1])  # only the last round may be cut
     assert sum(histogram(counts)) == len(rounds)
@@ -222,8 +226,9 @@ def test_any_stop_limit_and_run_of_acceptances(prompt, n, places, G, runs, layou
 def test_rolling_back_is_exact_down_to_nothing(kept):
     """Cropping a cache to 0 is read as 'remove nothing' by the library below; ours must leave nothing."""
     target = toy("qwen2")
-    target.prefill([9, 8, 7])
-    roll_back(target.cache, kept)
+    with torch.no_grad():
+        target.prefill([[9, 8, 7]])
+    target.keep([kept - 3])
     assert target.cache.get_seq_length() == kept
     with torch.no_grad():
         again = target._run(torch.tensor([[9, 8, 7][kept:] + [4]]))[0, -1]
@@ -317,7 +322,8 @@ class ShiftedTarget(Target):
 
     def score(self, anchor, draft):
         ids = torch.cat([anchor[:, None], draft], 1)
-        where = torch.arange(ids.shape[1])[None] + self.length + 1
+        where = torch.arange(ids.shape[1])[None] + self.sequences.longest + 1
+        self.sequences.open(ids.shape[1])
         out = self.body(input_ids=ids, position_ids=where, use_cache=True, **{self._cache_argument: self.cache})
         return self.lm_head(out.last_hidden_state)
 

@@ -83,7 +83,7 @@ def test_a_draft_equals_the_published_arithmetic(tmp_path, kind, layers):
     drafter.layers = drafter.layers[:layers]
     config = dataclasses.replace(drafter.config, num_hidden_layers=layers)
     weights = {name: t.double() for name, t in load_file(tmp_path / WEIGHTS).items()}
-    _, features = target.prefill(PROMPT, drafter.layer_ids)
+    _, features = target.prefill([PROMPT], drafter.layer_ids)
     block = [7] + [config.mask_token_id] * (config.block_size - 1)
     expected = by_hand(weights, config, target.embedding.weight, features[0], block, 10000.0)
     torch.testing.assert_close(draft_hidden(drafter, target, PROMPT), expected, rtol=1e-9, atol=1e-9)
@@ -94,12 +94,12 @@ def test_a_draft_equals_the_published_arithmetic(tmp_path, kind, layers):
 def test_context_cached_round_by_round_equals_one_fresh_draft(target, layout):
     ids = [*PROMPT, 8, 30, 31, 32, 4, 90, 11, 12, 60]
     cached, once = (make_drafter(target, layout=layout) for _ in range(2))
-    _, features = target.prefill(ids, cached.layer_ids)
+    _, features = target.prefill([ids], cached.layer_ids)
     absorbed = 0
     for start in (len(PROMPT), 8, 11, 13, 14):
-        grown = cached.draft(Context(ids[: start + 1], features[:, absorbed:start]))
+        grown = cached.draft(Context([ids[: start + 1]], features[:, absorbed:start]))
         once.reset()
-        fresh = once.draft(Context(ids[: start + 1], features[:, :start]))
+        fresh = once.draft(Context([ids[: start + 1]], features[:, :start]))
         torch.testing.assert_close(grown.hidden, fresh.hidden, rtol=1e-5, atol=1e-5)
         assert (int(grown.anchor), int(grown.before)) == (ids[start], ids[start - 1])
         absorbed = start
@@ -107,8 +107,8 @@ def test_context_cached_round_by_round_equals_one_fresh_draft(target, layout):
 
 def test_a_context_out_of_step_is_refused(target):
     drafter = make_drafter(target)
-    with pytest.raises(RuntimeError, match="holds 3 tokens and the anchor stands at 4: out of step"):
-        drafter.draft(Context([1, 2, 3, 4, 5], torch.zeros(1, 3, 2 * D)))
+    with pytest.raises(RuntimeError, match="3 new states, and the anchors stand at .4.: out of step"):
+        drafter.draft(Context([[1, 2, 3, 4, 5]], torch.zeros(1, 3, 2 * D)))
 
 
 # --- the mask token -------------------------------------------------------------------------------------------------

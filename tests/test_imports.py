@@ -10,7 +10,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, and on one floor from left to right: a file imports from what stands before it.
 FLOORS = [
-    ["block", "sampling", "files", "kernels.readout_argmax", "kernels.refiner_latent", "kernels.graphs", "kernels"],
+    [
+        "block",
+        "sampling",
+        "sequences",
+        "stopping",
+        "files",
+        "kernels.readout_argmax",
+        "kernels.refiner_latent",
+        "kernels.graphs",
+        "kernels",
+    ],
     ["target", "drafter_config", "attention", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["refine", "verify"],
@@ -73,7 +83,7 @@ def test_lazy_and_relative_imports_are_seen():
         "import a.b\ndef f():\n    from xpress import train\n    from . import refine\n    from ..decode import cut"
     )
     assert imports(source, "xpress.heads") == {"a.b", "xpress.train", "xpress.heads.refine", "xpress.decode.cut"}
-    assert own_imports(ROOT / "xpress" / "decode.py") == {"drafter", "refine", "sampling", "verify"}
+    assert own_imports(ROOT / "xpress" / "decode.py") == {"drafter", "refine", "sampling", "stopping", "verify"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

@@ -87,10 +87,13 @@ def test_noise_is_a_function_of_its_address(seed, number, ids):
     """Any order, chunk, repetition or reduced vocabulary gives the same number for the same target id and slot."""
     ids = torch.tensor(ids)
     whole = Noise(seed, number).gumbel(5, ids)
-    one_by_one = torch.cat([Noise(seed, number).gumbel(5, i[None]) for i in ids], 1)
+    one_by_one = torch.cat([Noise(seed, number).gumbel(5, i[None]) for i in ids], 2)
     assert torch.equal(whole, one_by_one)
-    assert torch.equal(whole.flip(1)[:2], Noise(seed, number).gumbel(2, ids.flip(0)))
-    assert torch.equal(Noise(seed, number).uniform(TARGET, 9)[:4], Noise(seed, number).uniform(TARGET, 4))
+    assert torch.equal(whole.flip(2)[:, :2], Noise(seed, number).gumbel(2, ids.flip(0)))
+    uniform = Noise(seed, number).uniform(TARGET, 9)
+    assert torch.equal(uniform[:, :4], Noise(seed, number).uniform(TARGET, 4))
+    three = Noise((5, seed, 6), number)
+    assert torch.equal(three.gumbel(5, ids)[1:2], whole) and torch.equal(three.uniform(TARGET, 9)[1:2], uniform)
 
 
 def test_addresses_do_not_collide():
@@ -114,7 +117,7 @@ def test_gumbel_samples_follow_softmax():
     """argmax(ℓ + Γ) ~ softmax ℓ, and neighbouring slots are independent: the joint of both."""
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5, -3.0])
     ids = torch.arange(6) * 7919
-    drawn = torch.cat([argmax(logits + Noise(1, r).gumbel(MAX_SLOTS, ids)) for r in range(160)])
+    drawn = torch.cat([argmax(logits + Noise(1, r).gumbel(MAX_SLOTS, ids))[0] for r in range(160)])
     probs = logits.softmax(-1)
     pairs = drawn[::2] * 6 + drawn[1::2]
     assert p_value(pairs, probs[:, None] * probs) > LIMIT
@@ -304,8 +307,8 @@ def test_refined_drafts_reproduce_the_target(case):
 def test_another_q_than_the_drawing_one_is_caught(passes):
     """The same test fails when q is recomputed from the final tokens, and when it is the seed's."""
     block, head, ids, p, _, chain = trial("refiner", passes, "infill", ONE, None)
-    noise = [Noise(seed) for seed in range(TRIALS)]
-    u, v = (torch.stack([n.uniform(stream, G + 1) for n in noise]) for stream in (ACCEPT, TARGET))
+    noise = Noise(tuple(range(TRIALS)))
+    u, v = (noise.uniform(stream, G + 1) for stream in (ACCEPT, TARGET))
     wide = {name: getattr(block, name).repeat_interleave(TRIALS, 0) for name in ("hidden", "anchor", "before")}
     many = replace(block, **wide)
     base = many.base_logits()

@@ -43,27 +43,26 @@ def counting_target() -> Target:
 @torch.no_grad()
 def test_cached_logits_equal_a_fresh_forward_after_every_round(any_target):
     """A prompt, then blocks of which 1 … all tokens are kept: nothing of a rejected draft stays behind."""
-    logits, hidden = any_target.prefill(PROMPT, (1,))
+    logits, hidden = any_target.prefill([PROMPT], (1,))
     assert hidden.shape == (1, len(PROMPT), D)
-    torch.testing.assert_close(logits, fresh(any_target, PROMPT)[-1], **CLOSE)
+    torch.testing.assert_close(logits[0], fresh(any_target, PROMPT)[-1], **CLOSE)
     ids, draft = list(PROMPT), torch.tensor([[70, 2, 33, 96]])
     for kept in (1, 3, 5, 2, 1):
         anchor = 10 + kept
-        scores, hidden = any_target.score(torch.tensor([anchor]), draft), any_target.keep(kept)
+        scores, hidden = any_target.score(torch.tensor([anchor]), draft), any_target.keep([kept])
         torch.testing.assert_close(scores[0], fresh(any_target, [*ids, anchor, *draft[0].tolist()])[-5:], **CLOSE)
         ids += [anchor, *draft[0].tolist()][:kept]
         whole = any_target.features(torch.tensor([ids]), torch.arange(len(ids))[None], (1,)).hidden
         torch.testing.assert_close(hidden, whole[:, -kept:], **CLOSE)
-        assert any_target.length == any_target.cache.get_seq_length() == len(ids)
+        assert any_target.sequences.lengths == [any_target.cache.get_seq_length()] == [len(ids)]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kept", range(len(PROMPT) + 1))
 def test_roll_back_is_exact_at_every_length(any_target, kept):
     """`crop(0)` removes nothing in transformers, and stale rows show only in what comes after."""
-    any_target.prefill(PROMPT)
-    any_target.length = 0
-    any_target.keep(kept)
+    any_target.prefill([PROMPT])
+    any_target.keep([kept - len(PROMPT)])
     assert any_target.cache.get_seq_length() == kept
     scores = any_target.score(torch.tensor([50]), torch.tensor([[51, 52]]))
     torch.testing.assert_close(scores[0], fresh(any_target, [*PROMPT[:kept], 50, 51, 52])[-3:], **CLOSE)
@@ -72,6 +71,8 @@ def test_roll_back_is_exact_at_every_length(any_target, kept):
 def test_an_empty_prompt_is_refused(any_target):
     with pytest.raises(ValueError, match="prompt is empty"):
         any_target.prefill([])
+    with pytest.raises(ValueError, match="prompt is empty"):
+        any_target.prefill([PROMPT, []])
 
 
 def test_a_shorter_prompt_after_a_longer_one_starts_afresh(target):
@@ -80,7 +81,7 @@ def test_a_shorter_prompt_after_a_longer_one_starts_afresh(target):
 
     def draft(prompt):
         drafter.reset()
-        return drafter.draft(Context([*prompt, 7], target.prefill(prompt, drafter.layer_ids)[1])).hidden
+        return drafter.draft(Context([[*prompt, 7]], target.prefill([prompt], drafter.layer_ids)[1])).hidden
 
     alone = draft(PROMPT[:1])
     draft(PROMPT)
@@ -120,7 +121,7 @@ def test_layer_id_l_is_the_output_of_layer_l(layer_ids, expected):
     ids = torch.tensor([[0, 5, 0], [7, 0, 2]])
     found = counting.features(ids, torch.arange(3).expand(2, 3), layer_ids).hidden
     assert torch.equal(found.unflatten(-1, (-1, D))[..., 0], ids[..., None] + torch.tensor(expected))
-    _, hidden = counting.prefill([0, 0], layer_ids)
+    _, hidden = counting.prefill([[0, 0]], layer_ids)
     assert torch.equal(hidden.unflatten(-1, (-1, D))[0, 1, :, 0], torch.tensor(expected, dtype=torch.float))
 
 
@@ -138,7 +139,7 @@ def test_hooks_equal_the_hidden_states_tuple_below_the_last_layer(make):
 
 
 @pytest.mark.parametrize("bad", [L, -1])
-@pytest.mark.parametrize("use", [lambda t, ids: t.prefill(PROMPT, ids), lambda t, ids: check_layer_ids(ids, L)])
+@pytest.mark.parametrize("use", [lambda t, ids: t.prefill([PROMPT], ids), lambda t, ids: check_layer_ids(ids, L)])
 def test_a_layer_id_outside_the_target_is_refused(target, use, bad):
     with pytest.raises(ValueError, match=rf"target_layer_ids=\[0, {bad}\]: {bad} is no decoder layer.*0 … 3"):
         use(target, (0, bad))
@@ -146,9 +147,9 @@ def test_a_layer_id_outside_the_target_is_refused(target, use, bad):
 
 @torch.no_grad()
 def test_captured_layers_can_change_and_be_switched_off(target):
-    first = target.prefill(PROMPT, (0, 2))[1]
-    assert target.prefill(PROMPT)[1] is None and not target._captured
-    assert torch.equal(target.prefill(PROMPT, (2, 0))[1], torch.cat(first.split(D, -1)[::-1], -1))
+    first = target.prefill([PROMPT], (0, 2))[1]
+    assert target.prefill([PROMPT])[1] is None and not target._captured
+    assert torch.equal(target.prefill([PROMPT], (2, 0))[1], torch.cat(first.split(D, -1)[::-1], -1))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -82,10 +82,10 @@ def test_train_logits_are_decode_logits(wide, losses, head, layout, draft_ids):
     trained = logits_of(losses[0]).unflatten(1, (3, G))
     judged = wide.lm_head(losses[0].rows.last).unflatten(0, (3, G))
 
-    _, hidden = wide.prefill(x[:4], drafter.layer_ids)
+    _, hidden = wide.prefill([x[:4]], drafter.layer_ids)
     drafter.reset()
     for i, place in enumerate(places[:3]):
-        block = drafter.draft(Context(x[: place + 1], hidden))
+        block = drafter.draft(Context([x[: place + 1]], hidden))
         labels = torch.tensor([x[place + 1 : place + 1 + G]])
         base, state, prepared = block.base_logits(), None, head.prepare(block.hidden)
         decoded = [base, base.new_empty(base.shape)]
@@ -99,7 +99,7 @@ def test_train_logits_are_decode_logits(wide, losses, head, layout, draft_ids):
             decoded.append(corrected_logits(base, latent, head.readout))
         assert torch.allclose(trained[:, i], torch.cat(decoded), **EXACT)
         assert torch.allclose(judged[i], wide.score(block.anchor, labels)[0, :G], **EXACT)
-        hidden = wide.keep(places[i + 1] - place)
+        hidden = wide.keep([places[i + 1] - place])
 
 
 def test_terms_and_normaliser(wide, losses):

@@ -125,8 +125,8 @@ def random_block(N=3, B=5, layout="infill", num_draft=None, dtype=torch.float64,
 def draft_hidden(drafter, target, prompt, anchor=7) -> torch.Tensor:
     """Hidden states [B,D] of the first draft after `prompt` and `anchor`."""
     drafter.reset()
-    _, features = target.prefill(prompt, drafter.layer_ids)
-    return drafter.draft(Context([*prompt, anchor], features)).hidden[0]
+    _, features = target.prefill([prompt], drafter.layer_ids)
+    return drafter.draft(Context([[*prompt, anchor]], features)).hidden[0]
 
 
 class ScriptedDrafter:
@@ -142,13 +142,17 @@ class ScriptedDrafter:
         self.absorbed, self.round = 0, 0
 
     @property
-    def context_length(self):
-        return self.absorbed
+    def lengths(self):
+        return [self.absorbed]
+
+    def select(self, rows):
+        assert rows == []  # one sequence, which is finished
 
     def draft(self, context) -> Block:
+        (so_far,) = context.ids
         self.absorbed += context.target_hidden.shape[1]
-        assert self.absorbed == len(context.ids) - 1 == self.target.length
-        done = len(context.ids) - len(self.prompt)
+        assert [self.absorbed] == [len(so_far) - 1] == self.target.sequences.lengths
+        done = len(so_far) - len(self.prompt)
         good = self.right(self.round)
         self.round += 1
         ids = []
@@ -156,7 +160,7 @@ class ScriptedDrafter:
             true = self.answer[done + k] if done + k < len(self.answer) else 0
             ids.append(true if k < good else (true + 1) % V)
         logits = torch.nn.functional.one_hot(torch.tensor([[0] * self.layout.first_slot + ids]), V).float()
-        anchor, before = torch.tensor([context.ids[-1]]), torch.tensor([context.ids[-2]])
+        anchor, before = torch.tensor([so_far[-1]]), torch.tensor([so_far[-2]])
         return Block(logits, anchor, before, self.layout, self.num_draft, lambda hidden: hidden, V)
 
 
@@ -173,13 +177,16 @@ class TutoredDrafter:
         self.round = 0
 
     @property
-    def context_length(self):
-        return self.drafter.context_length
+    def lengths(self):
+        return self.drafter.sequences.lengths
+
+    def select(self, rows):
+        self.drafter.select(rows)
 
     def draft(self, context) -> Block:
         block = self.drafter.draft(context)
         self.blocks.append(block)
-        true = (self.answer + [0] * block.num_draft)[len(context.ids) - self.start :][: block.num_draft]
+        true = (self.answer + [0] * block.num_draft)[len(context.ids[0]) - self.start :][: block.num_draft]
         lift = torch.where(torch.arange(block.num_draft) < self.right(self.round), 1e4, self.hint)
         lift = torch.nn.functional.one_hot(torch.tensor(true), V) * lift[:, None]
         lift = lift if block.draft_ids is None else lift[:, block.draft_ids]

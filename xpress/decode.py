@@ -1,12 +1,13 @@
-"""The whole library is this loop: draft, refine, verify, commit. Batch 1.
+"""The whole library is this loop: draft, refine, verify, commit.
 
 Baselines are the same function with a degenerate argument: head=None or passes=0 is the plain drafter, drafter=None is
-plain autoregression. Nothing here is timed or logged; callers watch the rounds go by.
+plain autoregression. Nothing here is timed or logged; callers watch the rounds go by. Batch 1 is a batch of one: rows
+accept different numbers of tokens, each stands at its own place, and a finished row leaves the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -14,78 +15,123 @@ import torch
 from xpress.drafter import Context
 from xpress.refine import Draft, check_passes, refine
 from xpress.sampling import GREEDY, TARGET, Noise, Sampling, argmax, sample
+from xpress.stopping import Stops
 from xpress.verify import verify
 
 
 @dataclass(frozen=True)
 class Round:
     """What one round did. tokens: emitted, after the cut at stop token and limit; num_accepted: before the cut, without
-    bonus; num_draft: G (0 without a drafter); passes: Jacobi passes used; drafted: the G draft tokens, accepted or not.
-    The opening round (the first token, which no round pays for) has num_draft None."""
+    bonus; num_draft: G (0 without a drafter); passes: Jacobi passes used; settled: the pass that changed the block last
+    (None where nothing looked); drafted: the G draft tokens, accepted or not. The opening round (the first token, which
+    no round pays for) has num_draft None."""
 
     tokens: list[int]
     num_accepted: int = 0
     num_draft: int | None = None
     passes: int = 0
+    settled: int | None = None
     drafted: list[int] = field(default_factory=list)
 
 
+def decode(target, prompt: list[int], drafter=None, head=None, passes: int | str = 0, *, seed: int = 0, **settings):
+    """Yields the first token, then one Round after another until a stop token or the limit.
+
+    drafter and head must be bound to `target`. Output depends on (prompt, seed) alone. settings: as of `decode_batch`.
+    """
+    for rounds in decode_batch(target, [prompt], drafter, head, passes, seeds=[seed], **settings):
+        yield rounds[0]
+
+
 @torch.inference_mode()
-def decode(
+def decode_batch(
     target,
-    prompt: list[int],
+    prompts: list[list[int]],
     drafter=None,
     head=None,
     passes: int | str = 0,
     *,
     max_new_tokens: int = 256,
     stop_ids=(),
+    stop_strings=(),
     sampling: Sampling = GREEDY,
-    seed: int = 0,
-) -> Iterator[Round]:
-    """Yields the first token, then one Round after another until a stop token or the limit.
+    seeds: list[int] | None = None,
+    observe: Callable | None = None,
+) -> Iterator[dict[int, Round]]:
+    """Yields {row: Round} of every row that is not finished: first tokens, then one round after another.
 
-    drafter and head must be bound to `target`. Output depends on (prompt, seed) alone.
+    A row ends at a stop id, at the token that completes one of `stop_strings` in its text, at max_new_tokens or where
+    the target's context is full. seeds: one for each row (0 … N − 1 if left out), which with the prompt decide a row's
+    output, whatever shares the batch. observe(draft, scores, verdict, rows), if given, sees every round's tensors.
     """
     check_passes(passes)
     if max_new_tokens < 1:
         return
-    logits, target_hidden = target.prefill(prompt, drafter.layer_ids if drafter else ())
-    ids = [*prompt, _first_token(logits, sampling, Noise(seed))]
+    stops = Stops(stop_ids, stop_strings, target.tokenizer if stop_strings else None)
+    limits = [room_for(target, prompt, max_new_tokens) for prompt in prompts]
+    seeds = list(range(len(prompts))) if seeds is None else seeds
+    logits, target_hidden = target.prefill(prompts, drafter.layer_ids if drafter else ())
+    first = _first_tokens(logits, sampling, Noise(tuple(seeds)))
+    ids = [[*prompt, token] for prompt, token in zip(prompts, first)]
     if drafter:
         drafter.reset()
-    yield Round(ids[-1:])
+    yield {row: Round([token]) for row, token in enumerate(first)}
+    rows, counts = list(range(len(prompts))), [len(prompt) for prompt in prompts]
+    done = [stops.end([], [token]) or limits[row] == 1 for row, token in enumerate(first)]
     num_rounds = 0
-    while ids[-1] not in stop_ids and len(ids) - len(prompt) < max_new_tokens:
+    while True:
+        if any(done[row] for row in rows):
+            kept = [i for i, row in enumerate(rows) if not done[row]]
+            rows, counts = [rows[i] for i in kept], [counts[i] for i in kept]
+            if not rows:
+                return
+            target.select(kept)
+            if drafter:
+                drafter.select(kept)
+                target_hidden = target_hidden[kept, : max(counts)]
         num_rounds += 1
-        noise = Noise(seed, num_rounds)
+        noise = Noise(tuple(seeds[row] for row in rows), num_rounds)
         if drafter:
-            draft = refine(head, drafter.draft(Context(ids, target_hidden)), passes, sampling, noise)  # DRAFT, REFINE
+            context = Context([ids[row] for row in rows], target_hidden)
+            draft = refine(head, drafter.draft(context), passes, sampling, noise)  # DRAFT, REFINE
         else:
-            draft = Draft.nothing(target.device)
-        scores = target.score(torch.tensor(ids[-1:], device=target.device), draft.ids)  # VERIFY
+            draft = Draft.nothing(len(rows), target.device)
+        anchors = torch.tensor([ids[row][-1] for row in rows], device=target.device)
+        scores = target.score(anchors, draft.ids)  # VERIFY
         verdict = verify(draft, scores, sampling, noise)
-        accepted, drafted = int(verdict.num_accepted[0]), draft.ids[0].tolist()
-        tokens = [*drafted[:accepted], int(verdict.bonus[0])]  # COMMIT
-        target_hidden = target.keep(accepted + 1)
-        tokens = cut(tokens, stop_ids, max_new_tokens - (len(ids) - len(prompt)))
-        ids += tokens
-        yield Round(tokens, accepted, len(drafted), int(draft.passes[0]), drafted)
+        if observe:
+            observe(draft, scores, verdict, rows)
+        accepted, bonus, drafted = verdict.num_accepted.tolist(), verdict.bonus.tolist(), draft.ids.tolist()
+        counts = [number + 1 for number in accepted]
+        target_hidden = target.keep(counts)  # COMMIT
+        rounds = {}
+        for i, row in enumerate(rows):
+            new = ids[row][len(prompts[row]) :]
+            tokens = [*drafted[i][: accepted[i]], bonus[i]][: limits[row] - len(new)]
+            end = stops.end(new, tokens)
+            tokens = tokens[:end]
+            ids[row] += tokens
+            done[row] = end is not None or len(new) + len(tokens) >= limits[row]
+            settled = None if draft.settled is None else int(draft.settled[i])
+            rounds[row] = Round(tokens, accepted[i], len(drafted[i]), int(draft.passes[i]), settled, drafted[i])
+        yield rounds
 
 
-def cut(tokens: list[int], stop_ids, room: int) -> list[int]:
-    """Up to the first stop token, inclusive, and at most `room` tokens."""
-    tokens = tokens[:room]
-    for i, token in enumerate(tokens):
-        if token in stop_ids:
-            return tokens[: i + 1]
-    return tokens
+def room_for(target, prompt: list[int], max_new_tokens: int) -> int:
+    """Tokens that may follow the prompt: the limit, or what the target's context leaves. Raises ValueError for a prompt
+    that leaves no room."""
+    room = (target.context_length or len(prompt) + max_new_tokens) - len(prompt)
+    if room < 1:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens leaves no room in the target's context {target.context_length}"
+        )
+    return min(max_new_tokens, room)
 
 
-def _first_token(logits, sampling, noise) -> int:
+def _first_tokens(logits, sampling, noise) -> list[int]:
     if sampling.greedy:
-        return int(argmax(logits))
-    return int(sample(sampling.adjust(logits).softmax(-1), noise.uniform(TARGET, 1, logits.device)[0]))
+        return argmax(logits).tolist()
+    return sample(sampling.adjust(logits).softmax(-1), noise.uniform(TARGET, 1, logits.device)[:, 0]).tolist()
 
 
 @dataclass
@@ -95,12 +141,15 @@ class Response:
     ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
 
+    def add(self, step: Round):
+        self.ids += step.tokens
+        if step.num_draft is not None:
+            self.rounds.append(step)
+
 
 def generate(target, prompt: list[int], drafter=None, head=None, passes: int | str = 0, **settings) -> Response:
     """`decode` run to its end."""
     response = Response()
     for step in decode(target, prompt, drafter, head, passes, **settings):
-        response.ids += step.tokens
-        if step.num_draft is not None:
-            response.rounds.append(step)
+        response.add(step)
     return response

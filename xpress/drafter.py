@@ -22,15 +22,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from xpress.attention import block_attention, chunks
 from xpress.block import LAYOUTS, Block
 from xpress.drafter_config import DrafterConfig
+from xpress.sequences import Sequences
 from xpress.target import check_layer_ids, rope_parameters
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a drafter may read in decoding: ids so far, the anchor last; target_hidden [1,c,M·D] of the c tokens
-    committed since the last draft, or None where the target captures nothing."""
+    """What a drafter may read in decoding, of N sequences: ids so far, the anchor last; target_hidden [N,c,M·D], whose
+    row r holds the tokens committed to sequence r since the last draft and padding after them, or None where the target
+    captures nothing."""
 
-    ids: list[int]
+    ids: list[list[int]]
     target_hidden: Tensor | None
 
 
@@ -229,31 +231,43 @@ class DFlashDrafter(nn.Module):
             x = layer(x, cos, sin, context, visible, parts)
         return self.norm(x)
 
-    # --- decoding: one sequence -------------------------------------------------------------------------------------
+    # --- decoding ---------------------------------------------------------------------------------------------------
 
     def reset(self):
-        """Forget the context; the next draft starts a new sequence."""
-        self._contexts: list[tuple[Tensor, Tensor]] | None = None
-        self.context_length = 0
+        """Forget the context; the next draft starts new sequences."""
+        self.sequences: Sequences | None = None
+
+    def select(self, rows: list[int]):
+        """Goes on with these sequences alone."""
+        if self.sequences is not None:
+            self.sequences.select(rows)
 
     def draft(self, context: Context) -> Block:
-        """One parallel pass over the block that opens with the last id of `context`. N = 1.
+        """One parallel pass over the N blocks that open with the last id of each sequence.
 
         Only committed tokens ever enter the cache; the block's own keys and values live for this pass alone, which is
         what cropping the cache after each round would leave.
         """
-        device = self.fc.weight.device
-        start, new = len(context.ids) - 1, context.target_hidden
-        if new is None or self.context_length + new.shape[1] != start:
-            have = self.context_length + (0 if new is None else new.shape[1])
+        device, new = self.fc.weight.device, context.target_hidden
+        if self.sequences is None:
+            self.sequences = Sequences([0] * len(context.ids))
+        rows, starts = self.sequences, [len(ids) - 1 for ids in context.ids]
+        counts = [start - have for start, have in zip(starts, rows.lengths)]
+        if new is None or len(rows) != len(starts) or min(counts) < 0 or max(counts) != new.shape[1]:
+            have = "nothing" if new is None else f"{new.shape[1]} new states"
             raise RuntimeError(
-                f"the drafter's context holds {have} tokens and the anchor stands at {start}: out of step"
+                f"the drafter's context holds {rows.lengths} tokens, gets {have}, and the anchors stand at {starts}: "
+                "out of step"
             )
-        fresh = self.project(new, torch.arange(self.context_length, start, device=device)[None])
-        if self._contexts is not None:
-            fresh = [tuple(torch.cat(pair, 1) for pair in zip(old, now)) for old, now in zip(self._contexts, fresh)]
-        self._contexts, self.context_length = fresh, start
-        anchor = torch.tensor([[context.ids[-1]]], device=device)
-        before = torch.tensor([context.ids[-2] if start else context.ids[-1]], device=device)
-        hidden = self(anchor, torch.tensor([[start]], device=device), self._contexts)
-        return self.block(hidden[0], anchor[0], before)
+        rows.open(new.shape[1])
+        for layer, pair in enumerate(self.project(new, rows.positions(device))):
+            for kind, states in zip("kv", pair):
+                rows.write((kind, layer), states)
+        rows.commit(counts)
+        contexts = [tuple(rows.read((kind, layer)) for kind in "kv") for layer in range(len(self.layers))]
+        visible = None if rows.even else rows.held(device)[:, None]
+        anchor = torch.tensor([ids[-1] for ids in context.ids], device=device)
+        before = torch.tensor([ids[-2:][0] for ids in context.ids], device=device)
+        positions = torch.tensor(starts, device=device)
+        hidden = self(anchor[:, None], positions[:, None], contexts, visible)
+        return self.block(hidden[:, 0], anchor, before)

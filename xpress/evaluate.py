@@ -134,8 +134,8 @@ def first_difference(target, prompt: list[int], plain: list[int], other: list[in
         return None
     at = next((i for i, (a, b) in enumerate(zip(plain, other)) if a != b), min(len(plain), len(other)))
     context = [*prompt, *plain[:at]]
-    logits, _ = target.prefill(context)
-    best = at_least_fp32(logits).topk(2).values
+    logits, _ = target.prefill([context])
+    best = at_least_fp32(logits[0]).topk(2).values
     gap = float(best[0] - best[1])
     limit = TIE_FP32 if target.dtype in (torch.float32, torch.float64) else 4 * spacing(float(best[0]), target.dtype)
     same_length = at < min(len(plain), len(other))

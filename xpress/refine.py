@@ -24,21 +24,24 @@ from xpress.sampling import GREEDY, Noise, Sampling, argmax, at_least_fp32
 @dataclass
 class Draft:
     """ids [N,G] (target ids); q_logits [N,G,V_draft]: logits that each token was drawn from (None when greedy);
-    passes [N]: Jacobi passes run for each block, the confirming one of `auto` included (0 for the serial solver)."""
+    passes [N]: Jacobi passes run for each block, the confirming one of `auto` included (0 for the serial solver);
+    settled [N]: the pass that changed a block last, 0 for the seed (None where no one looked: all but `auto`)."""
 
     ids: Tensor
     q_logits: Tensor | None
     passes: Tensor
     block: Block | None = None
+    settled: Tensor | None = None
 
     def q(self) -> Tensor | None:
         """Draft distribution over the target's vocabulary [N,G,V], None for a greedy draft."""
         return None if self.q_logits is None else self.block.over_target(self.q_logits.softmax(-1))
 
     @classmethod
-    def nothing(cls, device) -> Draft:
+    def nothing(cls, num_blocks: int, device) -> Draft:
         """No draft: plain autoregression."""
-        return cls(torch.empty(1, 0, dtype=torch.long, device=device), None, torch.zeros(1, dtype=torch.long))
+        none = torch.zeros(num_blocks, 0, dtype=torch.long, device=device)
+        return cls(none, None, torch.zeros(num_blocks, dtype=torch.long))
 
 
 class Chooser:
@@ -48,8 +51,8 @@ class Chooser:
         self.block, self.sampling = block, sampling
         self.noise = self.q_logits = None
         if not sampling.greedy_draft:
-            if noise is None or len(block) != 1:
-                raise ValueError("sampled drafts take one block and its noise at a time")
+            if noise is None or len(noise.seeds) != len(block):
+                raise ValueError("sampled drafts need noise, one seed for each block")
             ids = block.draft_ids
             ids = torch.arange(block.vocab_size, device=block.hidden.device) if ids is None else ids
             self.noise = noise.gumbel(block.num_draft, ids)
@@ -60,10 +63,10 @@ class Chooser:
             return self.block.to_target(argmax(logits))
         logits = self.sampling.adjust(logits)
         if self.q_logits is None:
-            self.q_logits = logits.new_full((1, self.block.num_draft, logits.shape[-1]), float("nan"))
+            self.q_logits = logits.new_full((len(logits), self.block.num_draft, logits.shape[-1]), float("nan"))
         stop = start + logits.shape[1]
         self.q_logits[:, start:stop] = logits
-        return self.block.to_target(argmax(logits + self.noise[start:stop]))
+        return self.block.to_target(argmax(logits + self.noise[:, start:stop]))
 
 
 def sweep(head: CorrectionHead, prepared: Tensor, block: Block, ids: Tensor) -> Tensor:
@@ -88,20 +91,23 @@ def jacobi(head: CorrectionHead | None, block: Block, choose: Chooser | None = N
         final = min(final + 1, block.num_draft)
 
 
-def _jacobi(head, block, passes, choose) -> tuple[Tensor, Tensor]:
-    """-> ids [N,G], passes [N]"""
-    limit = block.num_draft if passes == "auto" else passes
-    used = torch.full((len(block),), limit)
+def _jacobi(head, block, passes, choose) -> tuple[Tensor, Tensor, Tensor | None]:
+    """-> ids [N,G], passes [N], settled [N] or None"""
     trace = jacobi(head, block, choose)
     ids = next(trace)
-    for p in range(1, limit + 1):
+    if passes != "auto":
+        for _ in range(passes):
+            ids = next(trace)
+        return ids, torch.full((len(block),), passes), None
+    used, settled = torch.full((len(block),), block.num_draft), torch.zeros(len(block), dtype=torch.long)
+    for p in range(1, block.num_draft + 1):
         previous, ids = ids, next(trace)
-        if passes == "auto":
-            settled = (ids == previous).all(1).cpu()
-            used[settled & (used == limit)] = p
-            if settled.all():
-                break
-    return ids, used
+        moved = (ids != previous).any(1).cpu()
+        settled[moved] = p
+        used[~moved & (used == block.num_draft)] = p
+        if not moved.any():
+            break
+    return ids, used, settled
 
 
 def _sequential(head, block, choose) -> Tensor:
@@ -139,7 +145,7 @@ def refine(
     if head is None:
         passes = 0
     if passes == "sequential":
-        ids, used = _sequential(head, block, choose), torch.zeros(len(block), dtype=torch.long)
+        ids, used, settled = _sequential(head, block, choose), torch.zeros(len(block), dtype=torch.long), None
     else:
-        ids, used = _jacobi(head, block, passes, choose)
-    return Draft(ids, choose.q_logits, used, block)
+        ids, used, settled = _jacobi(head, block, passes, choose)
+    return Draft(ids, choose.q_logits, used, block, settled)

@@ -110,28 +110,37 @@ def _mix(seed: int, stream: int) -> int:
 
 @dataclass(frozen=True)
 class Noise:
-    """Random numbers of one response, addressed by (seed, stream, round, slot, id)."""
+    """Random numbers of N responses in the same round, addressed by (seed, stream, round, slot, id).
 
-    seed: int
+    seeds: one for each response; a plain number stands for one response."""
+
+    seeds: tuple[int, ...] | int
     round: int = 0
 
+    def __post_init__(self):
+        if isinstance(self.seeds, int):
+            object.__setattr__(self, "seeds", (self.seeds,))
+
     def _words(self, stream: int, slots: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """slots and ids broadcast to [...] -> two words [N,...]"""
         if slots.numel() and int(slots.max()) >= MAX_SLOTS:
             raise ValueError(f"blocks of more than {MAX_SLOTS} slots cannot be sampled")
-        return philox(_mix(self.seed, stream), ids, self.round * MAX_SLOTS + slots)
+        slots, ids = torch.broadcast_tensors(slots, ids)
+        key = torch.tensor([_mix(seed, stream) for seed in self.seeds], device=slots.device)
+        return philox(key.view(-1, *[1] * slots.dim()), ids[None], self.round * MAX_SLOTS + slots[None])
 
     def gumbel(self, num_slots: int, ids: Tensor) -> Tensor:
-        """Γ [num_slots, len(ids)] in fp32, frozen for this round; ids are TARGET ids (int64).
+        """Γ [N,num_slots,len(ids)] in fp32, frozen for this round; ids are TARGET ids (int64).
 
         −log(−log u) with u on a grid of 2⁻²³, so the noise lies in [−2.82, 16.64]: beyond that the tail is cut.
         """
         slots = torch.arange(num_slots, device=ids.device)[:, None]
-        word, _ = self._words(DRAFT, slots, ids[None, :].expand(num_slots, -1))
+        word, _ = self._words(DRAFT, slots, ids[None, :])
         u = ((word >> 9).float() + 0.5) * 2.0**-23
         return -torch.log(-torch.log(u))
 
     def uniform(self, stream: int, num_slots: int, device=None) -> Tensor:
-        """u [num_slots] in fp64, strictly between 0 and 1, one for each slot of this round."""
+        """u [N,num_slots] in fp64, strictly between 0 and 1, one for each slot of this round."""
         slots = torch.arange(num_slots, device=device)
         low, high = self._words(stream, slots, torch.zeros_like(slots))
         return ((low << 20) + (high >> 12)).double().add(0.5) * 2.0**-52

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from xpress.sampling import at_least_fp32
+from xpress.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,28 @@ class Features:
     last: Tensor
 
 
+class _Layer(DynamicLayer):
+    """Keys and values of one decoder layer, behind transformers' own cache interface. Never its `crop`: its meaning
+    changed between releases, and at 0 it removes nothing."""
+
+    def __init__(self, sequences: Sequences, index: int):
+        super().__init__()
+        self.sequences, self.index = sequences, index
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        pair = ((kind, states.transpose(1, 2)) for kind, states in (("k", key_states), ("v", value_states)))
+        self.keys, self.values = (self.sequences.write((k, self.index), new).transpose(1, 2) for k, new in pair)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.sequences.longest
+
+
 class Target:
     """A frozen causal LM. `embedding` and `lm_head` are the model's own modules.
 
-    Decoding keeps one sequence: `prefill` opens it, `score` runs a block, `keep` commits a prefix of that block.
+    Decoding keeps N sequences: `prefill` opens them, `score` runs a block of each, `keep` commits a prefix of each.
     Raises ValueError for attention that cannot be rolled back (sliding, chunked, linear, hybrid).
     """
 
@@ -52,8 +72,7 @@ class Target:
         self._layer_ids: tuple[int, ...] = ()
         self._hooks: list = []
         self._captured: dict[int, Tensor] = {}
-        self.cache = None
-        self.length = 0  # tokens whose state is committed to the cache
+        self.cache = self.sequences = None
 
     @classmethod
     def from_pretrained(
@@ -98,29 +117,58 @@ class Target:
     def dtype(self):
         return self.embedding.weight.dtype
 
-    # --- decoding: one sequence -------------------------------------------------------------------------------------
+    # --- decoding ---------------------------------------------------------------------------------------------------
 
-    def prefill(self, prompt: list[int], layer_ids=()) -> tuple[Tensor, Tensor | None]:
-        """Opens a sequence -> (logits [V] of the token after the prompt, hidden [1,T,M·D] of `layer_ids` or None)."""
-        if not prompt:
-            raise ValueError("the prompt is empty; a sequence needs at least one token")
+    def prefill(self, prompts: list[list[int]], layer_ids=()) -> tuple[Tensor, Tensor | None]:
+        """Opens N sequences -> (logits [N,V] of the token after each prompt, hidden [N,T,M·D] of `layer_ids` or None).
+
+        Prompts are padded on the right, where causal attention cannot see; row r of hidden holds len(prompts[r]).
+        """
+        if not prompts or not all(prompts):
+            raise ValueError("a prompt is empty; a sequence needs at least one token")
         self.capture(layer_ids)
-        self.cache, self.length = DynamicCache(), 0
-        last = self._run(torch.tensor([prompt], device=self.device))
-        return self.lm_head(last[0, -1]), self.keep(len(prompt))
+        self.sequences = Sequences([0] * len(prompts))
+        self.cache = Cache(layers=[_Layer(self.sequences, i) for i in range(self.num_layers)])
+        lengths = [len(prompt) for prompt in prompts]
+        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+        for row, prompt in zip(ids, prompts):
+            row[: len(prompt)] = torch.tensor(prompt)
+        last = self._run(ids.to(self.device))
+        ends = torch.tensor(lengths, device=last.device) - 1
+        return self.lm_head(last[torch.arange(len(prompts), device=last.device), ends]), self.keep(lengths)
 
     def score(self, anchor: Tensor, draft: Tensor) -> Tensor:
-        """anchor [1], draft ids [1,G] -> logits [1,G+1,V]; row k − 1 judges draft token k, row G the token after."""
+        """anchor [N], draft ids [N,G] -> logits [N,G+1,V]; row k − 1 judges draft token k, row G the token after."""
         return self.lm_head(self._run(torch.cat([anchor[:, None], draft], 1)))
 
-    def keep(self, num_tokens: int) -> Tensor | None:
-        """Commits the first `num_tokens` of the tokens just run, drops the rest -> their hidden [1,num_tokens,M·D]."""
-        self.length += num_tokens
-        roll_back(self.cache, self.length)
-        return self._features()[:, :num_tokens] if self._layer_ids else None
+    def keep(self, counts: list[int]) -> Tensor | None:
+        """Commits the first counts[r] of the tokens just run in sequence r, drops the rest -> their hidden
+        [N,max(counts),M·D]."""
+        self.sequences.commit(counts)
+        return self._features()[:, : max(counts)] if self._layer_ids else None
+
+    def select(self, rows: list[int]):
+        """Goes on with these sequences alone."""
+        self.sequences.select(rows)
 
     def _run(self, ids: Tensor) -> Tensor:
-        return self.body(input_ids=ids, use_cache=True, **{self._cache_argument: self.cache}).last_hidden_state
+        rows = self.sequences
+        rows.open(ids.shape[1])
+        ragged = {} if rows.even else {"attention_mask": self._mask(), "position_ids": rows.positions(ids.device)}
+        return self.body(
+            input_ids=ids, use_cache=True, **ragged, **{self._cache_argument: self.cache}
+        ).last_hidden_state
+
+    def _mask(self) -> Tensor:
+        """[N,1,n,T] for sequences of different lengths; those of one length take the model's own path."""
+        kind, visible = self.config._attn_implementation, self.sequences.visible(self.device)[:, None]
+        if kind == "sdpa":
+            return visible
+        if kind != "eager":
+            raise ValueError(
+                f"target {self.name}: attention '{kind}' takes no mask; load it with sdpa, or batch_size=1"
+            )
+        return torch.where(visible, 0.0, torch.finfo(self.dtype).min).to(self.dtype)
 
     # --- training: whole sequences ----------------------------------------------------------------------------------
 
@@ -189,16 +237,6 @@ def check_layer_ids(layer_ids, num_layers: int):
                 f"target_layer_ids={list(layer_ids)}: {layer_id} is no decoder layer; id l is the output of layer l, "
                 f"and this target has layers 0 … {num_layers - 1}"
             )
-
-
-def roll_back(cache, length: int):
-    """Keep the first `length` tokens of a DynamicCache, exactly, also 0.
-
-    Not `crop`: its meaning changed between releases, and at 0 it removes nothing.
-    """
-    for layer in cache.layers:
-        if layer.is_initialized:
-            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
 
 def rope_parameters(config) -> dict:

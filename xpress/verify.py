@@ -26,17 +26,16 @@ class Verdict:
 
 
 def verify(draft: Draft, scores: Tensor, sampling: Sampling = GREEDY, noise: Noise | None = None) -> Verdict:
-    """scores [N,G+1,V]: target logits, row k − 1 for draft token k -> Verdict. Above temperature 0, N is 1."""
+    """scores [N,G+1,V]: target logits, row k − 1 for draft token k -> Verdict."""
     if sampling.greedy:
         return accept_matching(draft.ids, argmax(scores))
     num_rows = scores.shape[1]
     p = sampling.adjust(scores).softmax(-1)
     q = draft.q()
     if q is None:
-        own = sample(p, noise.uniform(TARGET, num_rows, p.device)[None])
-        return accept_matching(draft.ids, own)
-    u = noise.uniform(ACCEPT, num_rows, p.device)[None]
-    return accept_by_rejection(draft.ids, q, p, u[:, :-1], noise.uniform(TARGET, num_rows, p.device)[None])
+        return accept_matching(draft.ids, sample(p, noise.uniform(TARGET, num_rows, p.device)))
+    u, v = (noise.uniform(stream, num_rows, p.device) for stream in (ACCEPT, TARGET))
+    return accept_by_rejection(draft.ids, q, p, u[:, :-1], v)
 
 
 def accept_matching(ids: Tensor, own: Tensor) -> Verdict:
