@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from xpress.client import Answer, Failed, Server, Turn
 from xpress.data import SETTINGS, row_id, shards
 from xpress.files import write_json, write_text
-from xpress.prompts import Prompt, read_jsonl, render, stop_ids, template_facts
+from xpress.prompts import Prompt, answer_text, conversation, read_jsonl, render, stop_ids, template_facts
 
 TURNS = ("first", "all")
 COUNTS = ("rows", "earlier", "tokens", "stopped", "truncated", "dropped", "empty", "unreached", "failed")
@@ -182,14 +182,8 @@ class Plan:
 
     def messages(self, prompt: Prompt, depth: int, tokenizer, stops) -> list[dict] | None:
         """The conversation up to the user's turn `depth`, with the target's own answers; None where one is missing."""
-        found = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        for earlier in range(depth):
-            ids = self.leading[row_id(prompt, earlier)]
-            if not ids:
-                return None
-            text = tokenizer.decode(ids[:-1] if ids[-1] in stops else ids, skip_special_tokens=True)
-            found += [{"role": "user", "content": prompt.turns[earlier]}, {"role": "assistant", "content": text}]
-        return [*found, {"role": "user", "content": prompt.turns[depth]}]
+        earlier = [self.leading[row_id(prompt, turn)] for turn in range(depth)]
+        return conversation(prompt, [answer_text(tokenizer, ids, stops) for ids in earlier]) if all(earlier) else None
 
     def row(self, turn: Turn, answer: Answer, depth: int, stops, drop_truncated: bool, counts: Counter) -> dict | None:
         """The row to be written, counted; {} for an answer that is dropped for good, None for an empty one."""

@@ -184,9 +184,17 @@ def render(tokenizer, messages: list[dict], thinking: bool = False) -> list[int]
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def user(turns: list[str]) -> list[dict]:
-    """The first turn as messages."""
-    return [{"role": "user", "content": turns[0]}]
+def conversation(prompt: Prompt, answers: list[str]) -> list[dict]:
+    """The messages up to the user's next turn, with the answers so far."""
+    found = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    for said, answer in zip(prompt.turns, answers):
+        found += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+    return [*found, {"role": "user", "content": prompt.turns[len(answers)]}]
+
+
+def answer_text(tokenizer, ids: list[int], stops) -> str:
+    """A generated turn as it is fed back: without its stop token and other marks."""
+    return tokenizer.decode(ids[:-1] if ids and ids[-1] in stops else ids, skip_special_tokens=True)
 
 
 def template_facts(tokenizer, thinking: bool) -> dict:

@@ -1,0 +1,120 @@
+"""The folder of one measurement, and the numbers of its lines.
+
+settings.json     what the numbers depend on; a measurement that is resumed must have the same
+responses.jsonl   a line for each method, prompt, turn and round, written as soon as a group of prompts is done
+result.json       everything in all, made of the lines alone; last, so that it says "finished"
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from xpress.evaluate import Method
+from xpress.files import append_text, write_json, write_text
+from xpress.metrics import Counts, bootstrap, difference, quotient, summary, tau, tokens_per_second
+from xpress.results import FORMAT, NAME
+
+SETTINGS, LINES = "settings.json", "responses.jsonl"
+
+
+class Journal:
+    """Claims the folder: a new one, or with `resume` one whose settings are the same.
+
+    Raises ValueError for a folder that holds anything else, for other settings and for a finished measurement.
+    """
+
+    def __init__(self, folder: Path, settings: dict, resume: bool = False):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / NAME).exists():
+            raise ValueError(f"out={folder}: this measurement is finished; give another out=")
+        if not resume:
+            if any(folder.iterdir()):
+                raise ValueError(
+                    f"out={folder}: the folder is not empty; give another out=, or resume=true to go on with it"
+                )
+            write_json(folder / SETTINGS, settings)
+        elif not (folder / SETTINGS).exists():
+            raise ValueError(f"out={folder}: nothing to resume, there is no {SETTINGS}; leave resume out")
+        else:
+            old = json.loads((folder / SETTINGS).read_text())
+            now = json.loads(json.dumps(settings))
+            keys = [key for key in sorted(old.keys() | now) if old.get(key) != now.get(key)]
+            changed = [f"{key}: was {old.get(key)}, now {now.get(key)}" for key in keys]
+            if changed:
+                raise ValueError(f"out={folder} was begun with other settings: {'; '.join(changed)}; give another out=")
+        self.lines = self._read()
+
+    def _read(self) -> list[dict]:
+        """Whole groups; what a killed run left of one is cut off."""
+        path, found, whole = self.folder / LINES, [], 0
+        if not path.exists():
+            return []
+        for text in path.read_text().splitlines():
+            try:
+                found.append(json.loads(text))
+            except ValueError:
+                break
+            whole = len(found) if found[-1]["last"] else whole
+        if whole < len(found) or whole < len(path.read_text().splitlines()):
+            write_text(path, "".join(json.dumps(line) + "\n" for line in found[:whole]))
+        return found[:whole]
+
+    def add(self, lines: list[dict]):
+        """One group of prompts: all of its lines, or on a full disk none."""
+        lines = [{**line, "last": i == len(lines) - 1} for i, line in enumerate(lines)]
+        append_text(self.folder / LINES, "".join(json.dumps(line) + "\n" for line in lines))
+        self.lines += lines
+
+    def of(self, **facts) -> list[dict]:
+        return [line for line in self.lines if all(line[key] == value for key, value in facts.items())]
+
+    def write(self, protocol: dict, cells: list[dict], warnings: list[str]) -> dict:
+        result = {"format": FORMAT, "protocol": protocol, "warnings": warnings, "cells": cells}
+        write_json(self.folder / NAME, result)
+        return result
+
+
+def columns(lines: list[dict]) -> dict[str, dict[int, list[Counts]]]:
+    """{method: {group of prompts: its responses}}, groups in order: what is resampled together."""
+    found: dict = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        found[line["method"]][line["group"]].append(Counts.read(line))
+    return {label: {group: groups[group] for group in sorted(groups)} for label, groups in found.items()}
+
+
+def cell(lines: list[dict], methods: list[Method], greedy: bool) -> dict:
+    """The numbers of one prompt set at one batch size."""
+    groups = {label: list(found.values()) for label, found in columns(lines).items()}
+    plain, rows = groups[methods[0].label], []
+    for method in methods:
+        row = method.facts()
+        if method.note is None:
+            own = [line for line in lines if line["method"] == method.label]
+            found = [{"prompt": x["prompt"], "turn": x["turn"], **x["difference"]} for x in own if x["difference"]]
+            row |= summary(groups[method.label], plain)
+            row |= {"differences": found, "lossless": all(d["tie"] for d in found) if greedy else None}
+        rows.append(row)
+    return {"prompts": len({line["prompt"] for line in lines}), "methods": rows, "paired": paired(methods, groups)}
+
+
+def paired(methods: list[Method], groups: dict) -> list[dict]:
+    """Every head against every drafter without one, and against the last row of each other checkpoint's head: tau as a
+    difference, speed as a ratio, over the same prompts."""
+    present = [method for method in methods if method.label in groups]
+    heads, last = [m for m in present if m.kind == "head"], {}
+    for method in heads:
+        last[method.checkpoint] = method
+    found = []
+    for a in heads:
+        rivals = [m for m in present if m.kind in ("bare", "drafter")]
+        rivals += [m for name, m in last.items() if name != a.checkpoint and a is last[a.checkpoint]]
+        for b in rivals:
+            for metric, statistic in (("tau", difference(tau)), ("speed", quotient(tokens_per_second))):
+                pair = groups[a.label], groups[b.label]
+                value = statistic(*([r for group in column for r in group] for column in pair))
+                interval = bootstrap(statistic, *pair)
+                found.append({"a": a.label, "b": b.label, "metric": metric, "value": value, "interval": interval})
+    return found

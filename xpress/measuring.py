@@ -1,0 +1,258 @@
+"""eval_tau.py's settings as a measurement: what is compared, on which prompts, and into which folder.
+
+Settings are a plain dict. All that can be wrong with them is found before the first token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from xpress import checkpoint, evaluate, parts, prompts, tables
+from xpress.evaluate import Method
+from xpress.journal import Journal, cell, columns
+from xpress.metrics import Counts, tokens_per_second
+from xpress.parts import find, refuse_unknown
+from xpress.refine import check_passes
+from xpress.sampling import Sampling
+
+EVAL_KEYS = {"checkpoint", "target", "methods", "passes", "candidates", "bench", "data_dir", "samples", "turns", "protocol"}
+EVAL_KEYS |= {"max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype", "device"}
+EVAL_KEYS |= {"rounds", "batch_size", "stop_strings", "metrics", "check", "out", "resume"}
+KINDS = ("ar", "bare", "drafter", "head")
+PROTOCOLS = {
+    "free": {},
+    "published": {
+        "max_new_tokens": 2048,
+        "samples": 128,
+        "thinking": False,
+        "turns": "first",
+        "top_k": 0,
+        "top_p": 1.0,
+        "stop_strings": [],
+    },
+}
+FALLBACK = {"max_new_tokens": 256, "turns": "first", "thinking": False, "top_k": 0, "top_p": 1.0, "stop_strings": []}
+
+
+def listed(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def settle(raw: dict) -> dict:
+    """Fills what the protocol decides, refuses what would make it another one, and checks whatever needs no file."""
+    if raw["protocol"] not in PROTOCOLS:
+        raise ValueError(f"protocol={raw['protocol']}: known are {', '.join(PROTOCOLS)}")
+    if raw["protocol"] == "published" and raw["temperature"] not in (0, 1):
+        raise ValueError(f"temperature={raw['temperature']}: protocol=published has 0 and 1")
+    fixed = PROTOCOLS[raw["protocol"]]
+    for key, value in fixed.items():
+        if raw[key] not in (None, value):
+            raise ValueError(f"{key}={raw[key]}: protocol=published fixes it at {value}; drop one of the two")
+    raw = raw | {key: value for key, value in FALLBACK.items() if raw[key] is None} | fixed
+    for key in ("bench", "passes", "batch_size", "methods", "checkpoint"):
+        raw[key] = listed(raw[key])
+    for number in (*raw["batch_size"], raw["rounds"], raw["max_new_tokens"]):
+        if not isinstance(number, int) or number < 1:
+            key = next(k for k in ("batch_size", "rounds", "max_new_tokens") if number in listed(raw[k]))
+            raise ValueError(f"{key}={number}: must be a whole number from 1 up")
+    if raw["turns"] not in ("first", "all"):
+        raise ValueError(f"turns={raw['turns']}: known are first, all")
+    for K in [*raw["passes"], *raw["candidates"]]:
+        if K != "best":
+            check_passes(K)
+    for name in raw["methods"]:
+        if name.partition(":")[0] not in KINDS:
+            raise ValueError(f"methods: {name} is unknown; known are ar, bare, bare:<path>, drafter, head")
+    if raw["bench"] == ["all"]:
+        raw["bench"] = [name for name, entry in prompts.SETS.items() if entry.hub]
+    tables.chosen(raw["metrics"])
+    refuse_unknown("target", raw["target"], {"name"})
+    return raw
+
+
+class Measurement:
+    """Everything that eval_tau.py needs, loaded and checked; `run` measures and writes."""
+
+    def __init__(self, raw: dict, warn: Callable = lambda text: None):
+        self.raw = raw = settle(raw)
+        self.sampling = Sampling(raw["temperature"], raw["top_k"], raw["top_p"], raw["accept"])
+        self.sets = {name: prompts.load_prompts(name, raw["samples"], raw["data_dir"]) for name in raw["bench"]}
+        self.device = parts.device_of(raw["device"])
+        self.dtype = raw["dtype"] or ("float32" if self.device == "cpu" else "bfloat16")
+        folders = [checkpoint.locate(find(path)) for path in raw["checkpoint"]]
+        provenances = [checkpoint.provenance_of(folder) for folder in folders]
+        name = raw["target"]["name"] or next((p["target"]["name"] for p in provenances if p.get("target")), None)
+        if name is None:
+            raise ValueError(f"checkpoint={folders[0]} does not name its target; give target.name=<folder or hub id>")
+        self.target = parts.make_target({"name": name}, self.device, self.dtype)
+        self.warnings = []
+        for folder, provenance in zip(folders, provenances):
+            found = evaluate.template_change(self.target, provenance, raw["thinking"])
+            if found:
+                self.warnings.append(f"{folder.name}: {found}")
+                warn(self.warnings[-1])
+        load = lambda path: checkpoint.load(path, self.target, getattr(torch, self.dtype), self.device)  # noqa: E731
+        self.checkpoints = {name: load(folder) for name, folder in zip(short_names(raw["checkpoint"]), folders)}
+        self.bare = self._bare(provenances)
+        facts = self.facts(name)
+        for chosen in self.sets.values():
+            for prompt in chosen:
+                evaluate.room(self.target, prompt, raw["thinking"], raw["max_new_tokens"])
+        self.journal = Journal(folder_for(raw), facts, raw["resume"])
+        now = {"date": f"{datetime.now():%Y-%m-%d %H:%M}", "threads": torch.get_num_threads(), **parts.versions()}
+        self.protocol = facts | now | {"out": str(self.journal.folder)}
+
+    def _bare(self, provenances: list[dict]) -> list[Method]:
+        """The drafters that training started from: those given as bare:<path>, else what the provenance names."""
+        paths = [name.partition(":")[2] for name in self.raw["methods"] if name.startswith("bare:")]
+        loaded = {path: parts.bare_drafter(path, {}, self.target, self.dtype, self.device) for path in paths}
+        if "bare" in self.raw["methods"]:
+            for provenance in provenances:
+                path = (provenance.get("init") or {}).get("path")
+                loaded.setdefault(path, parts.bare_drafter(None, provenance, self.target, self.dtype, self.device))
+        if len(loaded) > 1:  # a checkpoint that names none says nothing beside one that does
+            loaded = {path: found for path, found in loaded.items() if found} or {None: None}
+        names = ["bare"] if len(loaded) == 1 else [f"bare:{name}" for name in short_names(list(loaded))]
+        rows = zip(names, loaded.values())
+        return [
+            Method(label, "bare", found.drafter) if found else Method(label, "bare", note="not given")
+            for label, found in rows
+        ]
+
+    def methods(self, best: int | None = None, only=None) -> list[Method]:
+        """ar, bare, then each checkpoint's drafter and head; K = `best` where passes says best."""
+        wanted, rows = {name.partition(":")[0] for name in self.raw["methods"]}, [Method("ar")]
+        if only is None:
+            rows += self.bare
+        for name, found in self.checkpoints.items():
+            prefix = f"{name}: " if len(self.checkpoints) > 1 else ""
+            head, passes = found.head, only or [best if K == "best" else K for K in self.raw["passes"]]
+            bare_head = head is None or 0 in passes or "drafter" in wanted
+            if only is None and bare_head and wanted & {"drafter", "head"}:
+                rows.append(Method(f"{prefix}drafter", "drafter", found.drafter, checkpoint=name))
+            for K in passes if head is not None and "head" in wanted else ():
+                kind = type(head).__name__.lower()
+                kind = kind.removesuffix("head") or kind
+                label = f"{prefix}{kind} " + ("sequential" if K == "sequential" else f"K={K}")
+                if K != 0 and label not in {row.label for row in rows}:
+                    rows.append(Method(label, "head", found.drafter, head, K, name))
+        return rows
+
+    def facts(self, name: str) -> dict:
+        """What the numbers depend on, and a resumed measurement must share."""
+        raw, sampling = self.raw, self.sampling
+        kept = ("protocol", "samples", "turns", "max_new_tokens", "stop_strings", "thinking", "seed", "rounds")
+        return {
+            "bench": raw["bench"],
+            "prompts": {bench: digest([p.turns for p in chosen]) for bench, chosen in self.sets.items()},
+            "target": name,
+            "target_sha256": self.target.fingerprint(),
+            "checkpoints": {
+                name: {
+                    "path": str(path),
+                    "sha256": parts.file_hash(found.path / checkpoint.WEIGHTS),
+                    "head": None if found.head is None else type(found.head).__name__,
+                    "block_size": found.drafter.config.block_size,
+                    "num_draft": found.drafter.config.num_draft,
+                }
+                for (name, found), path in zip(self.checkpoints.items(), raw["checkpoint"])
+            },
+            "methods": [method.label for method in self.methods("best")],
+            **{key: raw[key] for key in kept},
+            "batch_size": raw["batch_size"],
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "accept": "exact" if sampling.greedy else sampling.accept,
+            "template": prompts.template_facts(self.target.tokenizer, raw["thinking"])["rendered_sha256"],
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+
+    def run(self, progress: Callable = lambda what, done, total, method: None) -> dict:
+        """Measures what is not measured yet -> the result, written as result.json."""
+        cells = []
+        for bench, chosen in self.sets.items():
+            for batch_size in self.raw["batch_size"]:
+                cells.append(self._cell(bench, chosen, batch_size, progress))
+        return self.journal.write(self.protocol, cells, self.warnings)
+
+    def _cell(self, bench, chosen, batch_size, progress) -> dict:
+        best, reported = None, chosen
+        if "best" in self.raw["passes"]:
+            if len(chosen) < 4:
+                raise ValueError(f"passes=best needs at least 4 prompts, {bench} has {len(chosen)}: half of them choose K")
+            validation, reported = chosen[::2], chosen[1::2]
+            best = self._choose(bench, validation, batch_size, progress)
+        methods = self.methods(best and best["passes"])
+        lines = self._measure(methods, bench, reported, batch_size, "report", progress)
+        limit = self.raw["max_new_tokens"]
+        cut = [evaluate.room(self.target, p, self.raw["thinking"], limit) < limit for p in reported]
+        facts = {"bench": bench, "batch_size": batch_size, "truncated": sum(cut), "best": best}
+        return facts | cell(lines, methods, self.sampling.greedy)
+
+    def _choose(self, bench, validation, batch_size, progress) -> dict:
+        """K by tokens per second on the validation half; nothing of that half is reported."""
+        G = min(found.drafter.config.num_draft for found in self.checkpoints.values())
+        methods = self.methods(only=[K for K in self.raw["candidates"] if K <= G])
+        found = columns(self._measure(methods, bench, validation, batch_size, "validation", progress))
+        speeds: dict[int, list[Counts]] = {}
+        for method in methods[1:]:
+            speeds.setdefault(method.passes, []).extend(c for group in found[method.label].values() for c in group)
+        table = [{"passes": K, "tokens_per_second": tokens_per_second(counts)} for K, counts in speeds.items()]
+        K = max(table, key=lambda row: row["tokens_per_second"] or 0)["passes"]
+        return {"passes": K, "validation_prompts": len(validation), "validation": table}
+
+    def _measure(self, methods, bench, chosen, batch_size, phase, progress) -> list[dict]:
+        raw, here = self.raw, {"bench": bench, "batch_size": batch_size, "phase": phase}
+        what = " ".join([bench, *([f"batch {batch_size}"] if len(raw["batch_size"]) > 1 else [])])
+        what += " validation" if phase == "validation" else ""
+        for lines in evaluate.evaluate(
+            self.target,
+            methods,
+            chosen,
+            batch_size=batch_size,
+            rounds=raw["rounds"],
+            turns=raw["turns"],
+            max_new_tokens=raw["max_new_tokens"],
+            stop_strings=raw["stop_strings"],
+            sampling=self.sampling,
+            seed=raw["seed"],
+            thinking=raw["thinking"],
+            done={(line["round"], line["group"]) for line in self.journal.of(**here)},
+            progress=lambda done, total, method: progress(what, done, total, method),
+        ):
+            self.journal.add([{**here, **line} for line in lines])
+        return self.journal.of(**here)
+
+
+def short_names(paths: list) -> list[str]:
+    """The last part of each path, made different from each other by what stands before it."""
+    split = [Path(str(path)).parts for path in paths]
+    for length in range(1, max(map(len, split)) + 1):
+        names = ["/".join(part[-length:]) for part in split]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(names, 1)]
+
+
+def digest(thing) -> str:
+    return hashlib.sha256(json.dumps(thing).encode()).hexdigest()
+
+
+def folder_for(raw: dict) -> Path:
+    """`out`, or a new folder named by sets and time. An older one is never written to."""
+    if raw["out"]:
+        return Path(raw["out"]).expanduser()
+    if raw["resume"]:
+        raise ValueError("resume=true needs out=<the folder of the measurement>")
+    sets = raw["bench"][0] if len(raw["bench"]) == 1 else f"{len(raw['bench'])}_sets"
+    stem = Path("outputs/eval") / f"{sets}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = (stem.with_name(stem.name + (f"-{i}" if i else "")) for i in range(1000))
+    return next(path for path in names if not path.exists())
