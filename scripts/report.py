@@ -24,17 +24,17 @@ def main():
         if merging:
             refuse_used(args.out)
         result = results.merge(found) if merging else next(iter(found.values()))
-        report.print_protocol(result.get("protocol") or {})
-        report.print_report(result, metrics)
         if merging:
             with files.new_folder(args.out) as folder:
                 files.write_json(folder / results.NAME, result)
                 markdown.write_report(result, folder)
-            print(f"written: {args.out}")
+            written = [args.out]
         else:
-            folder = args.out or results.find(args.result[0]).parent
-            for path in markdown.write_report(result, folder):
-                print(f"written: {path}")
+            written = markdown.write_report(result, args.out or results.find(args.result[0]).parent)
+        report.print_protocol(result.get("protocol") or {})
+        report.print_report(result, metrics)
+        for path in written:
+            print(f"written: {path}")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -6,7 +6,7 @@ G = 7
 RECALL = ("1", "2", "4", "8", "16", "64", "256")
 
 
-def make_row(label, kind="head", head=None, passes=None, *, strength=0.6, speed=20.0, seed=0, **over) -> dict:
+def make_row(label, kind="head", head=None, passes=None, *, strength=0.6, speed=20.0, slowest=20.0, seed=0, **over):
     """A method's row in which every field has a value; `strength` is its acceptance of the first draft token."""
     draw = random.Random(f"{label} {seed}")
     conditional = [max(0.05, strength * (0.97**k) + draw.uniform(-0.02, 0.02)) for k in range(G)]
@@ -15,12 +15,12 @@ def make_row(label, kind="head", head=None, passes=None, *, strength=0.6, speed=
         share *= chance
         accept[str(k)] = share
     if kind == "ar":
-        conditional, accept = [], {}
+        conditional, accept = [], {}  # a round of plain autoregression is one token
     rounds = 1000 + draw.randrange(1000)
     shares = [1.0, *accept.values(), 0.0]
     tau = 1 + sum(accept.values())
     used = {"auto": 3.2, "sequential": float(G)}.get(passes, passes or 0)
-    speedup = 1.0 if kind == "ar" else speed / 20
+    speedup = speed / slowest
     row = {
         "label": label,
         "kind": kind,
@@ -41,7 +41,7 @@ def make_row(label, kind="head", head=None, passes=None, *, strength=0.6, speed=
         "conditional_count": [round(rounds * a) for a in shares[: len(conditional)]],
         "longest": len(conditional),
         "passes_used": used,
-        "settled": [min(1.0, 0.3 + 0.13 * K) for K in range(G + 1)] if passes == "auto" else None,
+        "settled": [1 - 0.7 * 0.5**K for K in range(G + 1)] if passes == "auto" else None,
         "recall": {k: [min(1.0, c + 0.04 * i) for c in conditional] for i, k in enumerate(RECALL)},
         "refined_rank": {"mean": [1 + 0.31 * k for k in range(len(conditional))], "first": conditional[::-1]},
         "expected": [c * 0.98 for c in conditional],
@@ -71,7 +71,10 @@ def make_cell(bench="gsm8k", batch_size=1, *, checkpoint=None, lift=0.0, seed=0)
     """Every kind of method. A near-tie is among the differences of `refiner K=1`."""
     grow = batch_size**0.8
     tag = f"{checkpoint}: " if checkpoint else ""
-    make = lambda *args, speed=20.0, **how: make_row(*args, speed=speed * grow, seed=f"{bench} {seed}", **how)  # noqa: E731
+
+    def make(*args, speed=20.0, **how):
+        return make_row(*args, speed=speed * grow, slowest=20 * grow, seed=f"{bench} {seed}", **how)
+
     rows = [
         make("ar", "ar", speed=20.0),
         make("bare", "bare", strength=0.45 + lift, speed=22.0),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .panels import (
     SET_TITLE,
+    SUBSET,
     all_rows,
     colours_of,
     drafter_of,
@@ -78,7 +79,7 @@ def over_passes(cells, colours, value, band, *, with_drafter: bool):
             if points:
                 ticks |= {x for x, _ in points}
                 last = colours[points[-1][1]["label"]]
-                name = text(f"{family(counted[0])}, K = {', '.join(str(row['passes']) for row in counted)}")
+                name = text(family(counted[0]))
                 axis.plot([x for x, _ in points], [value(row) for _, row in points], "o-", color=last, label=name)
                 if all(band(row) for _, row in points):
                     low, high = zip(*(band(row) for _, row in points))
@@ -132,13 +133,21 @@ def refiner_time(cells, colours):
 def draft_time(cells, colours):
     """Horizontal bars, so that long labels stand beside them: the draft's parts on the left, verification right."""
     timed = lambda row: any(row["time"].get(part) is not None for part in PARTS)  # noqa: E731
-    shown = [(cell, [row for row in measured(cell) if row["kind"] != "ar" and timed(row)]) for cell in cells]
+    few = len(cells) > 4  # with every K, the picture of nine sets would be as tall as five screens
+    pick = readable if few else lambda cell: [row for row in measured(cell) if row["kind"] != "ar"]
+    shown = [(cell, [row for row in pick(cell) if timed(row)]) for cell in cells]
     shown = [(cell, rows) for cell, rows in shown if rows]
     if not shown:
         return None
     heights = [0.27 * len(rows) + 1.1 for _, rows in shown]
     figure = new_figure(height=sum(heights) + 1.2)
-    grid = figure.add_gridspec(len(shown), 2, width_ratios=(3, 2), height_ratios=heights)
+    longest = [
+        1e3 * max(sum(row["time"].get(part) or 0 for part in side) for _, rows in shown for row in rows)
+        for side in (PARTS, ["verify"])
+    ]
+    # One scale for both sides where neither gets too narrow.
+    ratio = min(3.0, max(1 / 3, longest[0] / longest[1])) if all(longest) else 1.0
+    grid = figure.add_gridspec(len(shown), 2, width_ratios=(ratio, 1), height_ratios=heights)
     for place, (cell, rows) in enumerate(shown):
         left = figure.add_subplot(grid[place, 0])
         right = figure.add_subplot(grid[place, 1], sharey=left)
@@ -155,10 +164,12 @@ def draft_time(cells, colours):
         right.tick_params(labelleft=False)
         left.set_title(text(f"{cell['bench']}: draft"), **SET_TITLE)
         right.set_title(text(f"{cell['bench']}: verification"), **SET_TITLE)
-        for axis in (left, right):
+        for axis, totals, limit in ((left, ends, longest[0]), (right, verify, longest[1])):
             tidy(axis, grid="x")
+            axis.bar_label(axis.containers[-1], [f"{total:.1f}" for total in totals], padding=3, fontsize=9)
+            axis.set_xlim(0, 1.14 * limit or 1)
             axis.set_xlabel("ms per round")
-    return finish(figure, "Where a round's time goes")
+    return finish(figure, "Where a round's time goes" + (f"\n{SUBSET}" if few else ""))
 
 
 def speedup(cells, colours):
@@ -177,7 +188,9 @@ def speedup(cells, colours):
             found = [(x, row) for x, cell in enumerate(line) for row in measured(cell) if row["label"] == name]
             found = [(x + (number - (len(names) - 1) / 2) * width, r) for x, r in found if r["speedup"] is not None]
             at, rows = [x for x, _ in found], [row for _, row in found]
-            axis.bar(at, [row["speedup"] for row in rows], 0.92 * width, color=colours[name], label=text(name))
+            hatches = ["//" if row.get("speedup_across_runs") else "" for row in rows]
+            look = dict(color=colours[name], hatch=hatches, edgecolor="white", linewidth=0)
+            axis.bar(at, [row["speedup"] for row in rows], 0.92 * width, label=text(name), **look)
             for x, row in found:
                 if (ends := pair(row, "speedup_interval")) is not None:
                     axis.vlines(x, *ends, color="#333333", linewidth=1.2)
@@ -185,7 +198,9 @@ def speedup(cells, colours):
         axis.set_xticks(range(len(line)), [text(cell["bench"]) for cell in line])
         axis.set_xlim(-0.5, a_line - 0.5)
         axis.set_ylabel("speed-up over ar (×)")
-    return finish(figure, "Speed-up over plain autoregression, 95 % intervals over prompts")
+    across = any(row.get("speedup_across_runs") for row in all_rows(cells))
+    note = "; hatched: over that of another run" if across else ""
+    return finish(figure, f"Speed-up over plain autoregression, 95 % intervals over prompts{note}")
 
 
 def acceptance(cells, colours):
@@ -206,7 +221,7 @@ def acceptance(cells, colours):
         axis.set(xlabel="draft token k", ylabel="share of rounds", ylim=(0, 1.02))
         axis.set_xticks(range(1, slots + 1, 1 + slots // 17))
     title = "Acceptance by draft token: accepted (solid), given that those before it were (dashed)"
-    return finish(figure, f"{title}\nof each head auto, else its largest K; of Markov heads sequential")
+    return finish(figure, f"{title}\n{SUBSET}")
 
 
 def throughput(cells, colours):
@@ -233,7 +248,7 @@ def throughput(cells, colours):
         axis.set_ylim(bottom=0)
         axis.set_title(text(bench), **SET_TITLE)
         axis.set(xlabel="batch size", ylabel="tokens per second")
-    return finish(figure, "Throughput; of each head auto, else its largest K; of Markov heads sequential")
+    return finish(figure, f"Throughput\n{SUBSET}")
 
 
 def settled(cells, colours):

@@ -9,6 +9,7 @@ from .style import BLACK, DRAFTER, GREEN, GREY, HEAD, ORANGE, OTHERS, PURPLE, SK
 
 GIVEN_K = re.compile(r"\s*\(?(K ?= ?\S+|\bsequential|\bauto)\)?$")  # the end of a label that tells its passes
 SET_TITLE = dict(fontsize=12)
+SUBSET = "of each head auto, else its largest K; of Markov heads sequential"  # what `readable` picks
 
 
 def smallest_cells(cells: list[dict]) -> list[dict]:
@@ -104,15 +105,19 @@ def text(label: str) -> str:
 
 def finish(figure, title: str):
     """Title on top, one legend for all panels below them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     figure.suptitle(title, fontsize=14)
     entries = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels()):
             entries.setdefault(label, handle)
-    if entries:
-        room = max(map(len, entries)) * 7.5 + 60  # px of the longest entry
-        columns = max(1, min(len(entries), 6, int(style.WIDTH * style.DPI // room)))
-        figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, frameon=False)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    for columns in range(min(len(entries), 7), 0, -1):  # as many columns as the picture is wide
+        legend = figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, frameon=False)
+        if legend.get_window_extent(renderer).width < 0.97 * figure.bbox.width or columns == 1:
+            break
+        legend.remove()
     return figure
 
 

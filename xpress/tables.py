@@ -72,7 +72,9 @@ def speedup(row: dict) -> str:
 
 def verdict(row: dict) -> str:
     ties = len(row["differences"]) if row["lossless"] else 0
-    return {None: NONE, True: "yes", False: "NO"}[row["lossless"]] + (f" ({ties} ties)" if ties else "")
+    return {None: NONE, True: "yes", False: "NO"}[row["lossless"]] + (
+        f" ({ties} tie{'s' * (ties > 1)})" if ties else ""
+    )
 
 
 def _field(key: str, title: str, meaning: str, form=number, *, pair: bool = False, **how) -> Metric:
@@ -93,7 +95,11 @@ METRICS: dict[str, Metric] = {
         "tokens_per_round", "tokens/round", "tokens emitted by a round, cut at stop token and limit"
     ),
     "longest": _field("longest", "longest run", "most draft tokens accepted in one round", whole_number),
-    "passes": _field("passes_used", "passes", "passes used per block, mean; auto counts the confirming one"),
+    "passes": Metric(
+        "passes",
+        lambda row: NONE if row["kind"] in ("ar", "bare", "drafter") else number(row["passes_used"]),
+        "passes used per block, mean; auto counts the confirming one",
+    ),
     "tokens_per_second": _field(
         "tokens_per_second", "tokens/s", "tokens a second after the first one, over the batch", digits=1
     ),
@@ -223,7 +229,7 @@ def labels(cells: list[dict]) -> list[str]:
 def paired_line(pair: dict) -> tuple[str, str]:
     """(what is compared, value with its interval and how it was paired)."""
     a, b, metric = (pair.get(key) or "?" for key in ("a", "b", "metric"))
-    what = f"{metric}: {a} / {b}" if metric == "speed" else f"{metric}: {a} − {b}"
+    what = f"ratio of {metric}, {a} / {b}" if metric == "speed" else f"difference of {metric}, {a} − {b}"
     how = "across runs, not paired" if pair.get("across_runs") else "paired over prompts"
     return what, f"{with_interval(pair.get('value'), pair.get('interval'), 3)} ({how})"
 
@@ -245,24 +251,21 @@ def best_lines(cell: dict) -> list[str]:
 
 
 def lossless_lines(cell: dict) -> list[str]:
-    """For each method: that all outputs are plain autoregression's own, or every place where one is not."""
-    lines = []
+    """Which methods' outputs are all plain autoregression's own, and every place where another's is not."""
+    lines, equal = [], {}
     for row in cell["methods"]:
         label, found, count = row["label"], row["differences"], whole_number(row["responses"])
         if row["kind"] == "ar" or row["note"]:
             continue
-        if row["lossless"] is None and not found:
-            lines.append(f"{label}: not checked")
-        elif not found:
-            equal = f"all {count} outputs equal plain autoregression"
-            lines.append(f"{label}: {equal if row['lossless'] else 'FAILURE, at a place that was not recorded'}")
-        else:
-            lines.append(f"{label}: {len({str(d.get('prompt')) for d in found})} of {count} outputs differ")
-            for d in found:
-                turn = f", turn {d['turn']}" if d.get("turn") is not None else ""
-                gap, limit = ("?" if d.get(key) is None else f"{d[key]:.2e}" for key in ("gap", "limit"))
-                lines.append(
-                    f"  {'tie' if d.get('tie') else 'FAILURE'}: {d.get('prompt')}{turn}, token {d.get('at')}: gap "
-                    f"{gap}, limit {limit}"
-                )
-    return lines
+        if not found:
+            said = f"all {count} outputs equal plain autoregression" if row["lossless"] else "not checked"
+            said = "FAILURE, at a place that was not recorded" if row["lossless"] is False else said
+            equal.setdefault(said, []).append(label)
+            continue
+        lines.append(f"{label}: {len({str(d.get('prompt')) for d in found})} of {count} outputs differ")
+        for d in found:
+            turn = f", turn {d['turn']}" if d.get("turn") is not None else ""
+            gap, limit = ("?" if d.get(key) is None else f"{d[key]:.2e}" for key in ("gap", "limit"))
+            kind = "tie" if d.get("tie") else "FAILURE"
+            lines.append(f"  {kind}: {d.get('prompt')}{turn}, token {d.get('at')}: gap {gap}, limit {limit}")
+    return [f"{said}: {', '.join(names)}" for said, names in equal.items()] + lines
