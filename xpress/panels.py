@@ -45,7 +45,8 @@ def colours_of(result: dict) -> dict[str, str]:
         wanted = wanted or (GREEN if is_markov(first) else HEAD if (first["head"] or "Refiner") == "Refiner" else None)
         if wanted and wanted not in chosen.values():
             chosen[name] = wanted
-    spare = [colour for colour in (PURPLE, ORANGE, GREY, HEAD, DRAFTER, *OTHERS) if colour not in chosen.values()]
+    known = dict.fromkeys((PURPLE, ORANGE, GREY, HEAD, DRAFTER, *OTHERS))
+    spare = [colour for colour in known if colour not in chosen.values()]
     spare += [blend(colour, BLACK, 0.45) for colour in (PURPLE, ORANGE, GREEN, DRAFTER, HEAD, GREY, SKY)]
     for place, name in enumerate(name for name in families if name not in chosen):
         chosen[name] = spare[place % len(spare)]

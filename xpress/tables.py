@@ -145,14 +145,14 @@ def whole(result: dict) -> dict:
         given = {key: value for key, value in (cell or {}).items() if value is not None}
         best = given.get("best") or []
         filled = {"bench": "?", "batch_size": None, "prompts": None, "truncated": None, **given}
-        filled["best"] = [best] if isinstance(best, dict) else best
+        filled["best"] = [best] if isinstance(best, dict) else [choice for choice in best if choice]
         filled["methods"] = [_row(row, place) for place, row in enumerate(given.get("methods") or [])]
-        filled["paired"] = given.get("paired") or []
+        filled["paired"] = [pair for pair in given.get("paired") or [] if pair]
         cells.append(filled)
     return {
         "format": result.get("format"),
         "protocol": result.get("protocol") or {},
-        "warnings": result.get("warnings") or [],
+        "warnings": [warning for warning in result.get("warnings") or [] if warning],
         "cells": cells,
     }
 
@@ -161,6 +161,7 @@ def _row(row: dict | None, place: int) -> dict:
     given = {key: value for key, value in (row or {}).items() if value is not None}
     empty = {key: [] for key in LISTS} | {key: {} for key in DICTS}
     filled = {"label": f"method {place + 1}", **ROW, **empty, **given}
+    filled["differences"] = [found for found in filled["differences"] if found]
     for key in ("recall", "refined_rank"):
         filled[key] = {name: values or [] for name, values in filled[key].items()}
     return filled
@@ -240,7 +241,7 @@ def best_lines(cell: dict) -> list[str]:
     for best in cell["best"]:
         tried = ", ".join(
             f"K = {whole_number(found.get('passes'))}: {number(found.get('tokens_per_second'), 1)} tokens/s"
-            for found in best.get("validation") or []
+            for found in filter(None, best.get("validation") or [])
         )
         who = f"{best['run']}: " if best.get("run") else ""
         lines.append(
