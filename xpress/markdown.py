@@ -38,7 +38,7 @@ def markdown(result: dict, plots=()) -> str:
     parts = ["# Evaluation"]
     parts += [f"> **WARNING:** {plain(warning)}" for warning in result["warnings"]]
     protocol = Table("", [("setting", "left"), ("value", "left")])
-    protocol.rows = [[str(key), str(value)] for key, value in result["protocol"].items()]
+    protocol.rows = [[str(key), tables.setting(value)] for key, value in result["protocol"].items()]
     parts += ["## Protocol", render(protocol)]
     throughput = tables.throughput_tables(result)
     if throughput:

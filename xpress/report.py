@@ -21,7 +21,7 @@ def wide_console() -> Console:
 def print_protocol(protocol: dict, console: Console | None = None):
     """Every setting that a number depends on."""
     console = console or wide_console()
-    text = "  ".join(f"{key}={value}" for key, value in protocol.items())
+    text = "  ".join(f"{key}={tables.setting(value)}" for key, value in protocol.items())
     console.print(text, highlight=False, markup=False, style="dim")
 
 

@@ -61,6 +61,11 @@ def whole_number(value) -> str:
     return NONE if value is None else str(value)
 
 
+def setting(value) -> str:
+    """Of the protocol."""
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def passes(row: dict) -> str:
     return whole_number(row["passes"])
 
