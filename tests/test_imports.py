@@ -26,7 +26,8 @@ FLOORS = [
     ["refine", "verify"],
     ["decode", "anchors", "loss"],
     ["metrics", "prompts", "conversations", "data", "client", "generation", "checkpoint", "interop", "evaluate"]
-    + ["report", "curves", "track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
+    + ["tables", "report", "results", "style", "curves", "panels", "figures", "markdown"]
+    + ["track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
     + ["launch", "footprint", "plan", "train"],
     ["parts", "planning", "build", "replay", "serve", ""],  # "" is the package's own __init__
 ]

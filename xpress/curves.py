@@ -1,18 +1,13 @@
-"""One picture of a training run, from its metrics.jsonl: losses, tau, accept rate by slot, learning rate and speed.
-
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart; the head and the bare drafter keep theirs
-in every panel.
-"""
+"""One picture of a training run, from its metrics.jsonl: losses, tau, accept rate by slot, learning rate and speed."""
 
 from __future__ import annotations
 
 import json
-import os
 from itertools import cycle
 from pathlib import Path
 
-HEAD, DRAFTER = "#D55E00", "#0072B2"
-OTHERS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+from .style import DRAFTER, HEAD, OTHERS, new_figure, save, tidy
+
 LOSS_COLOURS = {"refined": HEAD, "anchor": DRAFTER, "base": DRAFTER}  # the head's loss and the drafter's own
 DASHES = (":", "--", "-.")  # of the rounds
 WHO = {"head": ("head", HEAD), "drafter": ("bare drafter", DRAFTER)}
@@ -27,13 +22,7 @@ def draw(metrics: Path, png: Path) -> None:
     lines = read(metrics)
     if not lines:
         raise ValueError(f"metrics={metrics}: no whole line with a step yet; wait for the run's first log_every steps")
-    drawn = figure(lines)
-    temporary = png.with_name(f".{png.name}.{os.getpid()}.tmp")
-    try:
-        drawn.savefig(temporary, format="png")
-        temporary.rename(png)
-    finally:
-        temporary.unlink(missing_ok=True)
+    save(figure(lines), png)
 
 
 def try_to_draw(metrics: Path, png: Path) -> str:
@@ -67,18 +56,14 @@ def curve(lines: list[dict], key: str) -> tuple[list[int], list[float]]:
 
 def figure(lines: list[dict]):
     """The lines of `read` -> a matplotlib Figure of four panels."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(12.5, 8), dpi=120, layout="constrained")
+    made = new_figure(height=8)
     (losses, tau), (slots, rates) = made.subplots(2, 2)
     _losses(losses, lines)
     _tau(tau, lines)
     _slots(slots, lines)
     _rates(rates, lines)
     for axes in (losses, tau, slots, rates):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
+        tidy(axes)
         if axes.get_legend_handles_labels()[1]:
             axes.legend(frameon=False, fontsize=9)
         elif not axes.has_data():

@@ -1,67 +1,62 @@
-"""Tables for people. What is drawn here comes from a result's JSON alone."""
+"""Tables for people, in the terminal. What is shown of a result comes from its JSON alone."""
 
 from __future__ import annotations
 
+from rich import table as rich_table
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
+
+from . import tables
+from .tables import METRICS, interval, number
+
+__all__ = ["METRICS", "interval", "number", "print_plan", "print_protocol", "print_report", "wide_console"]
 
 
 def wide_console() -> Console:
     """A terminal's own width; a file or pipe gets room for every column."""
     console = Console()
-    return console if console.is_terminal else Console(width=132)
-
-
-def number(value, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def interval(pair, digits: int = 2) -> str:
-    return "" if pair is None else f"[{pair[0]:.{digits}f}, {pair[1]:.{digits}f}]"
+    return console if console.is_terminal else Console(width=160)
 
 
 def print_protocol(protocol: dict, console: Console | None = None):
     """Every setting that a number depends on."""
     console = console or wide_console()
-    console.print("  ".join(f"{key}={value}" for key, value in protocol.items()), highlight=False, style="dim")
+    text = "  ".join(f"{key}={tables.setting(value)}" for key, value in protocol.items())
+    console.print(text, highlight=False, markup=False, style="dim")
 
 
-def print_report(result: dict, console: Console | None = None):
-    """One row a method, then the paired differences, then what differed from plain autoregression."""
+def print_report(result: dict, metrics=None, console: Console | None = None):
+    """Of a result.json (format 1): its warnings, a table for each prompt set and batch size with the paired
+    comparisons and what differed from plain autoregression below it, throughput over batch sizes.
+
+    metrics: names of METRICS, the columns of the tables; ValueError that lists them where one is unknown.
+    """
+    if metrics is not None:
+        metrics = tables.chosen(metrics)
     console = console or wide_console()
-    table = Table(title=result["protocol"].get("bench"))
-    columns = ("method", "K", "tau [95 %]", "tau_macro", "tokens/round", "passes", "tokens/s", "speed-up", "lossless")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    for row in result["methods"]:
-        verdict = {None: "–", True: "yes", False: "NO"}[row["lossless"]]
-        ties = len(row["differences"]) if row["lossless"] else 0
-        table.add_row(
-            row["method"],
-            "–" if row["passes"] is None else str(row["passes"]),
-            f"{number(row['tau'])} {interval(row['tau_interval'])}",
-            number(row["tau_macro"]),
-            number(row["tokens_per_round"]),
-            number(row["passes_used"] if row["passes"] is not None else None),
-            number(row["tokens_per_second"], 1),
-            number(row["speedup"]),
-            verdict + (f" ({ties} ties)" if ties else ""),
-        )
-    console.print(table)
-    for pair in result["paired"]:
-        console.print(
-            f"tau of {pair['a']} (K = {pair['passes']}) − {pair['b']}: {number(pair['tau_difference'], 3)} "
-            f"{interval(pair['interval'], 3)}, paired over prompts",
-            highlight=False,
-        )
-    for row in result["methods"]:
-        for found in row["differences"]:
-            kind = "tie" if found["tie"] else "FAILURE"
-            console.print(
-                f"{kind}: {row['method']} differs from ar on {found['prompt']} at token {found['at']}, top-2 gap "
-                f"{found['gap']:.2e} (limit {found['limit']:.0e})",
-                highlight=False,
-            )
+    say = lambda text, **how: console.print(text, highlight=False, markup=False, **how)  # noqa: E731
+    result = tables.whole(result)
+    for warning in result["warnings"]:
+        say(f"WARNING: {warning}", style="bold red")
+    for cell in result["cells"]:
+        _print_table(console, tables.main_table(cell, metrics))
+        for line in tables.best_lines(cell):
+            say(line)
+        for pair in cell["paired"]:
+            say(": ".join(tables.paired_line(pair)))
+        for line in tables.lossless_lines(cell):
+            say(line, style="bold red" if "FAILURE" in line else None)
+    for table in tables.throughput_tables(result):
+        _print_table(console, table)
+
+
+def _print_table(console: Console, table: tables.Table):
+    shown = rich_table.Table(title=Text(table.title), title_justify="left")
+    for name, side in table.columns:
+        shown.add_column(Text(name), justify=side, no_wrap=side == "right")
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    console.print(shown)
 
 
 def print_plan(plan: dict, console: Console | None = None):
@@ -70,7 +65,7 @@ def print_plan(plan: dict, console: Console | None = None):
     step, time, features, disk, run = (plan[key] for key in ("step", "time", "features", "disk", "run"))
     say = lambda text: console.print(text, highlight=False, markup=False)  # noqa: E731
     say("  ".join(f"{key}={value}" for key, value in run.items()))
-    table = Table("parameters", title="counted on the meta device")
+    table = rich_table.Table("parameters", title="counted on the meta device")
     table.add_column("M", justify="right")
     for kind, found in plan["parameters"].items():
         for part, count in found.items():
@@ -79,7 +74,7 @@ def print_plan(plan: dict, console: Console | None = None):
     console.print(table)
     ways, digits = plan["memory"], lambda largest: 2 if largest >= 10 else 4
     places = digits(max(found["total"] for found in ways.values()) / 1e9)
-    table = Table(
+    table = rich_table.Table(
         "memory per GPU at the peak of a step, GB", title="computed, not measured; without allocator and CUDA"
     )
     for way, found in ways.items():
@@ -90,7 +85,7 @@ def print_plan(plan: dict, console: Console | None = None):
     table.add_section()
     table.add_row("all", *(number(found["total"] / 1e9, places) for found in ways.values()))
     console.print(table)
-    table = Table("one step over all GPUs", title="a GEMM of m·k·n counts 2·m·k·n")
+    table = rich_table.Table("one step over all GPUs", title="a GEMM of m·k·n counts 2·m·k·n")
     table.add_column("TFLOP", justify="right")
     table.add_column("share", justify="right")
     total = sum(plan["flops"].values())
