@@ -10,26 +10,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, and on one floor from left to right: a file imports from what stands before it.
 FLOORS = [
-    [
-        "block",
-        "sampling",
-        "sequences",
-        "stopping",
-        "files",
-        "kernels.readout_argmax",
-        "kernels.refiner_latent",
-        "kernels.graphs",
-        "kernels",
-    ],
+    ["block", "sampling", "sequences", "stopping", "files", "memory"]
+    + ["kernels.readout_argmax", "kernels.refiner_latent", "kernels.graphs", "kernels"],
     ["target", "drafter_config", "attention", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["refine", "verify"],
     ["decode", "anchors", "loss"],
-    ["metrics", "prompts", "conversations", "data", "client", "generation", "checkpoint", "interop", "evaluate"]
-    + ["tables", "report", "results", "style", "curves", "panels", "figures", "markdown"]
+    ["metrics", "watch", "probe", "lossless", "prompts", "conversations", "data", "client", "generation", "checkpoint"]
+    + ["interop", "evaluate"]
+    + ["tables", "report", "results", "journal", "style", "curves", "panels", "figures", "markdown"]
     + ["track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
     + ["launch", "footprint", "plan", "train"],
-    ["parts", "planning", "build", "replay", "serve", ""],  # "" is the package's own __init__
+    ["parts", "planning", "measuring", "build", "replay", "serve", ""],  # "" is the package's own __init__
 ]
 ORDER = {name: place for place, name in enumerate(name for floor in FLOORS for name in floor)}
 FILES = sorted((ROOT / "xpress").rglob("*.py"))

@@ -7,10 +7,9 @@ through.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,19 +19,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from xpress import checkpoint, conversations, data, evaluate, parts, prompts, track
+from xpress import conversations, data, parts, prompts, track
 from xpress.batches import Order
 from xpress.client import Server
 from xpress.feature_cache import CachedFeatures
 from xpress.features import OnlineFeatures
-from xpress.files import write_json
 from xpress.generation import generate_data
+from xpress.measuring import EVAL_KEYS, Measurement
 from xpress.parts import find, from_anywhere, refuse_unknown, versions
 from xpress.plan import Plan
 from xpress.planning import make_plan
 from xpress.recipe import TrainSettings
-from xpress.refine import check_passes
-from xpress.sampling import Sampling
 from xpress.train import Run
 from xpress.trainee import Trainee
 
@@ -41,8 +38,6 @@ DATA_KEYS = {"path", "limit"}
 TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking"}
 TRAIN_KEYS |= {"tracker", "wandb_mode", "features", "cache_dir"}
 TRAIN_KEYS |= {"plan", "gpus", "plan_rows", "plan_tokens", "mfu", "peak_tflops"}
-EVAL_KEYS = {"checkpoint", "bare", "target", "bench", "data_dir", "samples", "passes", "protocol", "out", "device"}
-EVAL_KEYS |= {"max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
 ANSWER_KEYS = {"max_new_tokens", "batch_size", "temperature", "top_p", "seed", "thinking", "turns", "drop_truncated"}
 SERVER_KEYS = {"base_url", "endpoint", "model", "concurrency", "retries", "timeout"}
 GENERATE_KEYS = {"target", "prompts", "data_dir", "samples", "out", "device", "backend"} | ANSWER_KEYS | SERVER_KEYS
@@ -187,82 +182,9 @@ def read_rows(raw: dict, settings: TrainSettings, target):
     return *data.hold_out(rows, settings.eval_rows if settings.eval_every else 0), path, skipped
 
 
-def evaluation(cfg: DictConfig, progress) -> list[dict]:
-    """eval_tau.py: one report for each set of `bench`, each written to its own JSON file."""
-    raw = plain(cfg, EVAL_KEYS)
-    raw = evaluate.settle_protocol(raw)
-    passes = raw["passes"] if isinstance(raw["passes"], list) else [raw["passes"]]
-    for K in passes:
-        check_passes(K)
-    sampling = Sampling(raw["temperature"], raw["top_k"], raw["top_p"], raw["accept"])
-    names = raw["bench"] if isinstance(raw["bench"], list) else [raw["bench"]]
-    if names == ["all"]:
-        names = [name for name, entry in prompts.SETS.items() if entry.hub]
-    sets = {name: prompts.load_prompts(name, raw["samples"], raw["data_dir"]) for name in names}
-    folder = checkpoint.locate(find(raw["checkpoint"]))
-    provenance = (
-        json.loads((folder / checkpoint.PROVENANCE).read_text()) if (folder / checkpoint.PROVENANCE).exists() else {}
-    )
-    device = parts.device_of(raw["device"])
-    dtype = raw["dtype"] or ("float32" if device == "cpu" else "bfloat16")
-    refuse_unknown("target", raw["target"], {"name"})
-    name = raw["target"]["name"] or (provenance.get("target") or {}).get("name")
-    if name is None:
-        raise ValueError(f"checkpoint={folder} does not name its target; give target.name=<folder or hub id>")
-    target = parts.make_target({"name": name}, device, dtype)
-    evaluate.check_template(target, provenance, raw["thinking"])
-    found = checkpoint.load(folder, target, getattr(torch, dtype), device)
-    bare = parts.bare_drafter(raw["bare"], provenance, target, dtype, device)
-    methods = evaluate.methods_for(found, passes, bare)
-    reports = []
-    for bench, chosen in sets.items():
-        protocol = {
-            "bench": bench,
-            "samples": len(chosen),
-            "protocol": raw["protocol"],
-            "target": name,
-            "checkpoint": str(raw["checkpoint"]),
-            "head": type(found.head).__name__ if found.head is not None else "none",
-            "block_size": found.drafter.config.block_size,
-            "num_draft": found.drafter.config.num_draft,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "accept": sampling.accept if not sampling.greedy else "exact",
-            "max_new_tokens": raw["max_new_tokens"],
-            "thinking": raw["thinking"],
-            "seed": raw["seed"],
-            "dtype": dtype,
-            "device": device,
-            "threads": torch.get_num_threads(),
-            **versions(),
-        }
-        results = evaluate.evaluate(
-            target,
-            methods,
-            chosen,
-            max_new_tokens=raw["max_new_tokens"],
-            sampling=sampling,
-            seed=raw["seed"],
-            thinking=raw["thinking"],
-            progress=lambda done, total, what, bench=bench: progress(bench, done, total, what),
-        )
-        report = evaluate.report(results, chosen, protocol)
-        report["path"] = str(write_result(Path(raw["out"]).expanduser(), bench, report))
-        reports.append(report)
-    return reports
-
-
-def write_result(folder: Path, bench: str, report: dict) -> Path:
-    """A new JSON file; never over an older one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{bench}-{datetime.now():%Y%m%d-%H%M%S}"
-    for number in range(1000):
-        path = folder / (f"{stem}.json" if number == 0 else f"{stem}-{number}.json")
-        if not path.exists():
-            break
-    write_json(path, report)
-    return path
+def evaluation(cfg: DictConfig, say: Callable = print) -> Measurement:
+    """What eval_tau.py is to measure, loaded and checked; its folder is claimed."""
+    return Measurement(plain(cfg, EVAL_KEYS), say)
 
 
 def generation(cfg: DictConfig, progress) -> dict:

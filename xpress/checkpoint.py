@@ -54,6 +54,11 @@ def locate(path: str | Path) -> Path:
     )
 
 
+def provenance_of(folder: Path) -> dict:
+    """Where a checkpoint comes from; {} for one that does not say."""
+    return _read_json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -112,7 +117,7 @@ def load(path: str | Path, target=None, dtype: torch.dtype = torch.float32, devi
     """
     folder = locate(path)
     raw = _read_json(folder / CONFIG)
-    provenance = _read_json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
+    provenance = provenance_of(folder)
     tensors = _read_tensors(folder / WEIGHTS)
     d2t = tensors.pop("d2t", None)
     draft_ids = None if d2t is None else (d2t.long() + torch.arange(len(d2t))).tolist()
@@ -215,6 +220,6 @@ def check_target(provenance: dict, target, folder):
     trained_for = (provenance.get("target") or {}).get("fingerprint")
     if trained_for and trained_for != target.fingerprint():
         raise ValueError(
-            f"checkpoint={folder} was trained for target {provenance['target'].get('name')} with weights "
-            f"{trained_for[:16]}…, but target {target.name} has {target.fingerprint()[:16]}…; give its own"
+            f"checkpoint={folder} was trained for target {provenance['target'].get('name')} with weights of hash "
+            f"{trained_for}, but target {target.name} has {target.fingerprint()}; give its own target"
         )

@@ -6,7 +6,7 @@ import json
 from itertools import cycle
 from pathlib import Path
 
-from .style import DRAFTER, HEAD, OTHERS, new_figure, save, tidy
+from xpress.style import DRAFTER, HEAD, OTHERS, new_figure, save, tidy
 
 LOSS_COLOURS = {"refined": HEAD, "anchor": DRAFTER, "base": DRAFTER}  # the head's loss and the drafter's own
 DASHES = (":", "--", "-.")  # of the rounds

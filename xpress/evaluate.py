@@ -1,7 +1,7 @@
 """Methods side by side: the same prompts, one process, order rotated from prompt to prompt, every output checked.
 
-A round is every method over all prompts. Above temperature 0 each round draws with seeds of its own; at 0 it repeats the
-outputs and measures time again. Where there are several rounds, one more is run first and thrown away.
+A round is every method over all prompts. Above temperature 0 each round draws with seeds of its own; at 0 it repeats
+the outputs and measures time again. Where there are several rounds, one more is run first and thrown away.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .panels import (
+from xpress.panels import (
     SET_TITLE,
     SUBSET,
     all_rows,
@@ -24,8 +24,8 @@ from .panels import (
     smallest_cells,
     text,
 )
-from .style import BLACK, DRAFTER, HEAD, ORANGE, new_figure, save, tidy
-from .tables import TIMES, by_slot, labels, whole
+from xpress.style import BLACK, DRAFTER, HEAD, ORANGE, new_figure, save, tidy
+from xpress.tables import TIMES, by_slot, labels, whole
 
 PARTS = {"draft": DRAFTER, "readout": ORANGE, "refine": HEAD}  # of the draft's time
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import figures, tables
-from .files import write_text
-from .tables import METRICS, NONE, TIMES, Table, number, percent, whole_number
+from xpress import figures, tables
+from xpress.files import write_text
+from xpress.tables import METRICS, NONE, TIMES, Table, number, percent, whole_number
 
 NAME = "report.md"
 MEANING = """- **accept_at[k]**: share of rounds that accept at least k draft tokens; tau = 1 + the sum of accept_at.

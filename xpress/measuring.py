@@ -21,8 +21,19 @@ from xpress.parts import find, refuse_unknown
 from xpress.refine import check_passes
 from xpress.sampling import Sampling
 
-EVAL_KEYS = {"checkpoint", "target", "methods", "passes", "candidates", "bench", "data_dir", "samples", "turns", "protocol"}
-EVAL_KEYS |= {"max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype", "device"}
+EVAL_KEYS = {"checkpoint", "target", "methods", "passes", "candidates", "bench", "data_dir", "samples", "turns"}
+EVAL_KEYS |= {
+    "protocol",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "accept",
+    "seed",
+    "thinking",
+    "dtype",
+    "device",
+}
 EVAL_KEYS |= {"rounds", "batch_size", "stop_strings", "metrics", "check", "out", "resume"}
 KINDS = ("ar", "bare", "drafter", "head")
 PROTOCOLS = {
@@ -71,7 +82,8 @@ def settle(raw: dict) -> dict:
             raise ValueError(f"methods: {name} is unknown; known are ar, bare, bare:<path>, drafter, head")
     if raw["bench"] == ["all"]:
         raw["bench"] = [name for name, entry in prompts.SETS.items() if entry.hub]
-    tables.chosen(raw["metrics"])
+    if raw["metrics"] is not None:
+        tables.chosen(listed(raw["metrics"]))
     refuse_unknown("target", raw["target"], {"name"})
     return raw
 
@@ -93,7 +105,7 @@ class Measurement:
         self.target = parts.make_target({"name": name}, self.device, self.dtype)
         self.warnings = []
         for folder, provenance in zip(folders, provenances):
-            found = evaluate.template_change(self.target, provenance, raw["thinking"])
+            found = prompts.template_change(self.target.tokenizer, raw["thinking"], provenance)
             if found:
                 self.warnings.append(f"{folder.name}: {found}")
                 warn(self.warnings[-1])
@@ -146,23 +158,18 @@ class Measurement:
 
     def facts(self, name: str) -> dict:
         """What the numbers depend on, and a resumed measurement must share."""
-        raw, sampling = self.raw, self.sampling
+        raw, sampling, loaded = self.raw, self.sampling, self.checkpoints.values()
         kept = ("protocol", "samples", "turns", "max_new_tokens", "stop_strings", "thinking", "seed", "rounds")
         return {
             "bench": raw["bench"],
-            "prompts": {bench: digest([p.turns for p in chosen]) for bench, chosen in self.sets.items()},
+            "prompts_sha256": [digest([p.turns for p in chosen]) for chosen in self.sets.values()],
             "target": name,
             "target_sha256": self.target.fingerprint(),
-            "checkpoints": {
-                name: {
-                    "path": str(path),
-                    "sha256": parts.file_hash(found.path / checkpoint.WEIGHTS),
-                    "head": None if found.head is None else type(found.head).__name__,
-                    "block_size": found.drafter.config.block_size,
-                    "num_draft": found.drafter.config.num_draft,
-                }
-                for (name, found), path in zip(self.checkpoints.items(), raw["checkpoint"])
-            },
+            "checkpoint": raw["checkpoint"],
+            "checkpoint_sha256": [parts.file_hash(found.path / checkpoint.WEIGHTS) for found in loaded],
+            "head": [type(found.head).__name__ if found.head is not None else "none" for found in loaded],
+            "block_size": [found.drafter.config.block_size for found in loaded],
+            "num_draft": [found.drafter.config.num_draft for found in loaded],
             "methods": [method.label for method in self.methods("best")],
             **{key: raw[key] for key in kept},
             "batch_size": raw["batch_size"],
@@ -187,7 +194,9 @@ class Measurement:
         best, reported = None, chosen
         if "best" in self.raw["passes"]:
             if len(chosen) < 4:
-                raise ValueError(f"passes=best needs at least 4 prompts, {bench} has {len(chosen)}: half of them choose K")
+                raise ValueError(
+                    f"passes=best needs at least 4 prompts, {bench} has {len(chosen)}: half of them choose K"
+                )
             validation, reported = chosen[::2], chosen[1::2]
             best = self._choose(bench, validation, batch_size, progress)
         methods = self.methods(best and best["passes"])

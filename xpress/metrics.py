@@ -24,8 +24,8 @@ Group = Sequence["Counts"]
 
 @dataclass(frozen=True)
 class Counts:
-    """One response. accepted, passes: of each round; settled: the pass that changed the block last, of each round (empty
-    where no one looked); num_tokens: returned, the first one included; num_draft: G.
+    """One response. accepted, passes: of each round; settled: the pass that changed a round's block last (empty where
+    no one looked); num_tokens: returned, the first one included; num_draft: G.
 
     seconds: from the first token to the last; steps: rounds of the loop (of a batch, its share: 1/rows of the batch's
     seconds and steps); time: seconds by what was running; memory: peak bytes; probe: sums of `probe.Probe`.

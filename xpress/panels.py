@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from . import style
-from .style import BLACK, DRAFTER, GREEN, GREY, HEAD, ORANGE, OTHERS, PURPLE, SKY, blend
+from xpress import style
+from xpress.style import BLACK, DRAFTER, GREEN, GREY, HEAD, ORANGE, OTHERS, PURPLE, SKY, blend
 
 GIVEN_K = re.compile(r"\s*\(?(K ?= ?\S+|\bsequential|\bauto)\)?$")  # the end of a label that tells its passes
 SET_TITLE = dict(fontsize=12)

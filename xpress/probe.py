@@ -1,4 +1,4 @@
-"""What no clock sees: where the target's token stands among the base logits, and how much acceptance was to be expected.
+"""What no clock sees: where the target's token stands among the base logits, and what acceptance was to be expected.
 
 All sums run over rounds and are additive. Of draft token k only rounds count that accepted all tokens before it, since
 the target judges k under the draft's own prefix.
@@ -20,7 +20,7 @@ class Probe:
     """`observe` for decode_batch. For each row, sums by draft token:
 
     reached    rounds that accepted all tokens before it; rounds: all of them; accepted: of the reached, the accepted
-    recall[k]  reached rounds whose target token is among the k largest base logits (never, outside a reduced vocabulary)
+    recall[k]  reached rounds whose target token is among the k largest base logits (never outside a draft vocabulary)
     mean       rank of the refined token in the base logits, from 1; first: how often it is 1
     expected   acceptance that the rule promises: Σ_x min(p, q) under rejection, p of the draft token under match
     """

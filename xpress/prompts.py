@@ -208,6 +208,19 @@ def template_facts(tokenizer, thinking: bool) -> dict:
     }
 
 
+def template_change(tokenizer, thinking: bool, provenance: dict) -> str | None:
+    """How prompts are rendered otherwise than a checkpoint's provenance says; None where they are not, or where it
+    does not say."""
+    trained = provenance.get("template")
+    if not trained:
+        return None
+    now = template_facts(tokenizer, thinking)
+    changed = [f"{key}: trained with {trained[key]}, now {now[key]}" for key in now if trained.get(key) != now[key]]
+    if not changed:
+        return None
+    return "prompts are rendered otherwise than in training, so acceptance will suffer: " + "; ".join(changed)
+
+
 def tokenizer_hash(tokenizer) -> str | None:
     """sha256 of everything that turns text into ids; None for a tokenizer without such a description."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -6,8 +6,8 @@ from rich import table as rich_table
 from rich.console import Console
 from rich.text import Text
 
-from . import tables
-from .tables import METRICS, interval, number
+from xpress import tables
+from xpress.tables import METRICS, interval, number
 
 __all__ = ["METRICS", "interval", "number", "print_plan", "print_protocol", "print_report", "wide_console"]
 

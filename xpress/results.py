@@ -7,7 +7,7 @@ from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 
-from .tables import whole
+from xpress.tables import whole
 
 FORMAT = 1
 NAME = "result.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .files import new_file
+from xpress.files import new_file
 
 HEAD, DRAFTER = "#D55E00", "#0072B2"
 GREEN, PURPLE, ORANGE, SKY, BLACK, GREY = OTHERS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
