@@ -18,7 +18,8 @@ FLOORS = [
     ["metrics", "prompts", "conversations", "data", "client", "generation", "checkpoint", "interop", "evaluate"]
     + ["report", "curves", "track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
     + ["launch", "footprint", "plan", "train"],
-    ["parts", "planning", "build", "replay", "serve", ""],  # "" is the package's own __init__
+    ["parts", "planning", "replay", "replay_record", "replay_screen", "replay_page", "build", "serve"]
+    + [""],  # the package's own __init__
 ]
 ORDER = {name: place for place, name in enumerate(name for floor in FLOORS for name in floor)}
 FILES = sorted((ROOT / "xpress").rglob("*.py"))

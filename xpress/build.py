@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from xpress import checkpoint, conversations, data, evaluate, parts, prompts, track
+from xpress import checkpoint, conversations, data, evaluate, parts, prompts, replay_page, replay_record, track
 from xpress.batches import Order
 from xpress.client import Server
 from xpress.feature_cache import CachedFeatures
@@ -32,6 +32,7 @@ from xpress.plan import Plan
 from xpress.planning import make_plan
 from xpress.recipe import TrainSettings
 from xpress.refine import check_passes
+from xpress.replay import Replay
 from xpress.sampling import Sampling
 from xpress.train import Run
 from xpress.trainee import Trainee
@@ -43,6 +44,8 @@ TRAIN_KEYS |= {"tracker", "wandb_mode", "features", "cache_dir"}
 TRAIN_KEYS |= {"plan", "gpus", "plan_rows", "plan_tokens", "mfu", "peak_tflops"}
 EVAL_KEYS = {"checkpoint", "bare", "target", "bench", "data_dir", "samples", "passes", "protocol", "out", "device"}
 EVAL_KEYS |= {"max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
+REPLAY_KEYS = {"checkpoint", "target", "prompt", "passes", "max_new_tokens", "speed", "html", "temperature", "top_k"}
+REPLAY_KEYS |= {"top_p", "accept", "thinking", "seed", "dtype", "device"}
 ANSWER_KEYS = {"max_new_tokens", "batch_size", "temperature", "top_p", "seed", "thinking", "turns", "drop_truncated"}
 SERVER_KEYS = {"base_url", "endpoint", "model", "concurrency", "retries", "timeout"}
 GENERATE_KEYS = {"target", "prompts", "data_dir", "samples", "out", "device", "backend"} | ANSWER_KEYS | SERVER_KEYS
@@ -263,6 +266,19 @@ def write_result(folder: Path, bench: str, report: dict) -> Path:
             break
     write_json(path, report)
     return path
+
+
+def replaying(cfg: DictConfig, say: Callable = print) -> Replay:
+    """replay.py: one prompt decoded by every method. `speed` and `html` are checked here too, before any work."""
+    raw = plain(cfg, REPLAY_KEYS)
+    refuse_unknown("target", raw["target"], {"name"})
+    replay_record.check_number("speed", raw.pop("speed"), 0)
+    replay_page.check_page(raw.pop("html"))
+    rule = {key: raw.pop(key) for key in ("temperature", "top_k", "top_p", "accept")}
+    for name in ("temperature", "top_k", "top_p"):
+        replay_record.check_number(name, rule[name])
+    sampling, target, path = Sampling(**rule), raw.pop("target")["name"], raw.pop("checkpoint")
+    return replay_record.make_replay(path, target=target, sampling=sampling, say=say, **raw)
 
 
 def generation(cfg: DictConfig, progress) -> dict:
