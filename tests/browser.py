@@ -37,7 +37,9 @@ class Page:
     def call(self, method: str, seconds: float = 60, **params) -> dict:
         self.count += 1
         message = {"id": self.count, "method": method, "params": params}
-        os.write(self.write, json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
+        os.write(
+            self.write, json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0"
+        )
         until = time.monotonic() + seconds
         while True:
             while b"\0" not in self.left:

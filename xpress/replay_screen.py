@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -21,7 +22,7 @@ from xpress.report import number, print_protocol, wide_console
 
 STYLES = {"accepted": "green", "bonus": "bold", "rejected": "strike dim red", "cut": "dim"}
 SIDE_BY_SIDE = 34  # columns that a pane needs
-AROUND = 5  # lines of a pane that are not text: its border and its numbers
+AROUND = {True: 6, False: 3}  # lines of a pane, beside others or above them, that are not text: border and numbers
 FRAME = 1 / 12  # seconds
 
 
@@ -47,19 +48,23 @@ def pane_text(recording: Recording, t: float) -> Text:
     return text
 
 
-def pane(recording: Recording, t: float, console: Console, width: int, lines: int | None) -> Panel:
-    """One method after t seconds. lines: of text, the last ones are shown; None: all."""
+def pane(recording: Recording, t: float, console: Console, width: int, lines: int | None, beside: bool) -> Panel:
+    """One method after t seconds. lines: of text, the last ones are shown; None: all. beside: has neighbours."""
     now = recording.progress(t)
     wrapped = pane_text(recording, t).wrap(console, width - 4) or [Text()]
     if lines is not None:
         wrapped = [*wrapped[-lines:], *[Text()] * (lines - len(wrapped))]
     K = "" if recording.passes is None else f", K = {recording.passes}"
-    rate = f"{number(now['tokens_per_second'], 1)} tokens/s"
     passes = "" if recording.passes is None else f"   passes {number(now['passes_used'])}"
-    numbers = Text(f"tokens {now['tokens']}   rounds {now['rounds']}\ntau {number(now['tau'])}   {rate}{passes}", "dim")
+    rows = (
+        f"tokens {now['tokens']}   rounds {now['rounds']}",
+        f"tau {number(now['tau'])}{passes}",
+        f"{number(now['tokens_per_second'], 1)} tokens/s",
+    )
+    numbers = Text("\n".join(["", *rows]) if beside else "   ".join(rows), "dim", no_wrap=True)
     clock = f"{now['seconds']:.2f} s"
     return Panel(
-        Group(*wrapped, Text(), numbers),
+        Group(*wrapped, numbers),
         title=Text(f"{recording.name}{K}", "bold"),
         subtitle=Text(f"✓ done in {clock}", "bold green") if now["done"] else Text(clock),
         border_style="green" if now["done"] else "none",
@@ -76,9 +81,9 @@ def picture(replay: Replay, t: float, console: Console, tall: bool = False) -> G
     lines = None
     if not tall:
         longest = [pane_text(recording, replay.seconds).wrap(console, width - 4) for recording in replay.recordings]
-        room = (console.height - 1) // (1 if beside else number_of) - AROUND
+        room = (console.height - 1) // (1 if beside else number_of) - AROUND[beside]
         lines = max(1, min(room, max(len(wrapped) for wrapped in longest) + 2))
-    panes = [pane(recording, t, console, width, lines) for recording in replay.recordings]
+    panes = [pane(recording, t, console, width, lines, beside) for recording in replay.recordings]
     if not beside:
         return Group(*panes)
     grid = Table.grid()
@@ -115,10 +120,11 @@ def print_summary(replay: Replay, console: Console | None = None):
     """The protocol, and one row for each method."""
     console = console or wide_console()
     print_protocol(replay.protocol, console)
-    table = Table()
+    narrow = {"box": box.SIMPLE_HEAD, "padding": 0} if console.width < 100 else {}
+    table = Table(**narrow)
     names = ("method", "K", "tokens", "rounds", "tau", "passes", "seconds", "tokens/s", "speed-up", "same text as ar")
     for name in names:
-        table.add_column(name, justify="left" if name in (names[0], names[-1]) else "right")
+        table.add_column(name, justify="left" if name in (names[0], names[-1]) else "right", no_wrap=name != names[-1])
     for row in replay.summary():
         table.add_row(
             row["method"],
