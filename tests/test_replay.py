@@ -208,14 +208,14 @@ def test_rejected_tokens_are_struck_out_until_the_next_round():
 
 
 def test_a_narrow_terminal_stacks_the_panes_and_a_low_one_shows_the_last_lines():
-    replay = make_told("the user asks how many of them there are, and the assistant answers " * 4)
+    replay = make_told("the user asks how many of them there are, and the assistant answers " * 6)
     names = lambda text: [line for line in text.splitlines() if "refiner" in line]  # noqa: E731
     assert "drafter" in names(drawn(replay, 1.0))[0] and "drafter" not in names(drawn(replay, 1.0, width=60))[0]
     for width, height in ((120, 14), (60, 26)):
         low = drawn(replay, replay.seconds, width=width, height=height)
         assert len(low.splitlines()) < height and low.count("answers") >= 3 and low.count("✓ done") == 3
     whole = drawn(replay, replay.seconds, width=60, height=26, tall=True)
-    assert len(whole.splitlines()) > 26 and whole.count("asks") == 12
+    assert len(whole.splitlines()) > 26 and whole.count("asks") == 18
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal():

@@ -61,7 +61,7 @@ def pane(recording: Recording, t: float, console: Console, width: int, lines: in
         f"tau {number(now['tau'])}{passes}",
         f"{number(now['tokens_per_second'], 1)} tokens/s",
     )
-    numbers = Text("\n".join(["", *rows]) if beside else "   ".join(rows), "dim", no_wrap=True)
+    numbers = Text("\n".join(["", *rows]) if beside else "   ".join(rows), "dim", no_wrap=True, overflow="ellipsis")
     clock = f"{now['seconds']:.2f} s"
     return Panel(
         Group(*wrapped, numbers),
