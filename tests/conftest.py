@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from toys import TEXTS, make_target, plain, stopping_target
+from toys import PROMPTS, make_target, plain, stopping_target
 
-from xpress.prompts import render, user
+from xpress.prompts import conversation, render
 
 
 @pytest.fixture(autouse=True)
@@ -23,5 +23,5 @@ def target():
 def often():
     """Two ids that the toy's answers to PROMPTS run into, the second one at different places."""
     target = stopping_target()
-    answers = [plain(target, render(target.tokenizer, user([text])), 12) for text in TEXTS]
+    answers = [plain(target, render(target.tokenizer, conversation(prompt, [])), 12) for prompt in PROMPTS]
     return answers[0][4], answers[1][7]

@@ -19,7 +19,7 @@ from toys import PROMPTS, ToyTokenizer, plain, stopping_target
 from xpress.client import LONGEST_WAIT, Server, Tokens, retry_after
 from xpress.data import check_made_for, load_rows, row_id, shards
 from xpress.generation import generate_data, row_seed
-from xpress.prompts import Prompt, render, stop_ids, user
+from xpress.prompts import Prompt, conversation, render, stop_ids
 from xpress.target import Target
 
 ASK = dict(max_new_tokens=8, batch_size=2)
@@ -368,7 +368,9 @@ def test_a_real_server_resumes_and_answers_as_the_weights_do(tmp_path, capsys):
     direct = read(tmp_path / "direct")
     for prompt in prompts:
         assert rows[row_id(prompt)]["prompt_ids"] == direct[row_id(prompt)]["prompt_ids"]
-    assert render(make_tokens(section).tokenizer, user(prompts[0].turns)) == rows[row_id(prompts[0])]["prompt_ids"]
+    assert (
+        render(make_tokens(section).tokenizer, conversation(prompts[0], [])) == rows[row_id(prompts[0])]["prompt_ids"]
+    )
     same = sum(rows[name]["response_ids"] == direct[name]["response_ids"] for name in rows)
     first = sum(rows[name]["response_ids"][0] == direct[name]["response_ids"][0] for name in rows)
     with capsys.disabled():

@@ -11,7 +11,7 @@ from xpress.anchors import PADDING, candidates
 from xpress.batches import collate
 from xpress.data import Row, check_made_for, frequent_ids, load_rows, row_id
 from xpress.generation import generate_data
-from xpress.prompts import Prompt, render, stop_ids, template_facts, user
+from xpress.prompts import Prompt, conversation, render, stop_ids, template_facts
 
 
 def test_the_stop_token_is_supervised_even_where_it_is_pad(tmp_path, often):
@@ -51,7 +51,9 @@ def test_rows_of_files_folders_and_prompt_texts(tmp_path):
     for path in (tmp_path, file):
         rows = load_rows(path, tokenizer, vocab_size=V)
         assert [row.id for row in rows] == ["g", "shard-a.jsonl:2", "7"]
-        assert rows[1].prompt_ids == render(tokenizer, user(["Hi"])) and rows[0] == Row("g", [1, 2], [3, 4])
+        assert rows[1].prompt_ids == render(tokenizer, conversation(Prompt("x", "x", ["Hi"]), [])) and rows[0] == Row(
+            "g", [1, 2], [3, 4]
+        )
         assert load_rows(path, tokenizer, limit=2) == rows[:2]
     (tmp_path / "shard-b.jsonl").write_text(json.dumps(GOOD | {"response_ids": []}))
     assert len(load_rows(tmp_path, tokenizer)) == 3

@@ -16,7 +16,7 @@ from toys import PROMPTS, make_target, plain, stopping_target
 from xpress import generation
 from xpress.data import load_rows, row_id, shards
 from xpress.generation import generate_data
-from xpress.prompts import Prompt, load_prompts, render, user
+from xpress.prompts import Prompt, conversation, load_prompts, render
 from xpress.target import Target
 
 
@@ -32,7 +32,7 @@ def test_answers_are_those_of_plain_autoregression_whatever_the_padding(tmp_path
     rows = read(tmp_path)
     for prompt in PROMPTS:
         row = rows.pop(row_id(prompt))
-        assert row["prompt_ids"] == render(target.tokenizer, user(prompt.turns))
+        assert row["prompt_ids"] == render(target.tokenizer, conversation(prompt, []))
         assert row["response_ids"] == plain(target, row["prompt_ids"], 12, often)
         assert (row["finish"] == "stop") == (row["response_ids"][-1] in often)
     assert not rows and counts["rows"] == len(PROMPTS)

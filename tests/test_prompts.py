@@ -1,7 +1,7 @@
 """Prompt sets render as published; training and evaluation see the same ids; bad files are named with their line."""
 
 import json
-import warnings
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -13,9 +13,10 @@ from toys import make_target
 from xpress import evaluate as module
 from xpress.data import load_rows
 from xpress.decode import Response
-from xpress.evaluate import Method, check_template, evaluate
+from xpress.evaluate import Method, evaluate
 from xpress.generation import generate_data
-from xpress.prompts import SAMPLES, SETS, load_prompts, read_jsonl, render, stop_ids, template_facts, user
+from xpress.metrics import Counts
+from xpress.prompts import SAMPLES, SETS, load_prompts, read_jsonl, render, stop_ids, template_change, template_facts
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 PASSES = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
@@ -150,7 +151,7 @@ def test_other_bad_input_names_the_setting(tmp_path, monkeypatch):
 
 def test_a_target_without_a_chat_template_is_refused():
     with pytest.raises(ValueError, match="no chat template"):
-        render(byte_tokenizer(template=None), user(["Hello"]))
+        render(byte_tokenizer(template=None), [{"role": "user", "content": "Hello"}])
 
 
 # --- rendering ------------------------------------------------------------------------------------------------------
@@ -160,8 +161,8 @@ def test_render_gives_the_templates_text_and_nothing_more():
     """No second begin-of-text beside the one that the template writes; the generation prompt is there."""
     tokenizer = byte_tokenizer()
     text = "<s>user: Hello</s><s>assistant: "
-    assert tokenizer.decode(render(tokenizer, user(["Hello"]), thinking=True)) == text
-    assert tokenizer.decode(render(tokenizer, user(["Hello"]))) == text + "<think></think>"
+    assert tokenizer.decode(render(tokenizer, [{"role": "user", "content": "Hello"}], thinking=True)) == text
+    assert tokenizer.decode(render(tokenizer, [{"role": "user", "content": "Hello"}])) == text + "<think></think>"
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -171,28 +172,26 @@ def test_evaluation_prompts_are_prefixes_of_the_training_rows(tmp_path, monkeypa
     generate_data(target, prompts, tmp_path, max_new_tokens=3, thinking=thinking)
     rows = load_rows(tmp_path)
 
-    def record(target, prompt, method, **settings):
-        seen.append(prompt)
-        return Response([0]), 0.0
+    def record(target, prompts, method, **settings):
+        seen.extend(prompts)
+        return [(Response([0]), Counts.of(Response([0]))) for _ in prompts]
 
-    monkeypatch.setattr(module, "timed", record)
-    evaluate(target, [Method("ar")], prompts, max_new_tokens=3, thinking=thinking)
+    monkeypatch.setattr(module, "respond", record)
+    assert len(list(evaluate(target, [Method("ar")], prompts, max_new_tokens=3, thinking=thinking))) == 3
     assert {tuple(ids) for ids in seen} == {tuple(row.prompt_ids) for row in rows}
 
 
-def test_another_template_or_flag_than_in_training_warns_loudly():
+def test_another_template_or_flag_than_in_training_is_told():
     """A drafter trained without thinking and measured with it looks like a bad drafter."""
     tokenizer = byte_tokenizer()
     trained = {"template": template_facts(tokenizer, False)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_template(SimpleNamespace(tokenizer=byte_tokenizer()), trained, False)
-        check_template(SimpleNamespace(tokenizer=tokenizer), {}, True)  # a published drafter says nothing of it
-    with pytest.warns(UserWarning, match="rendered otherwise .*enable_thinking: trained with False, now True"):
-        check_template(SimpleNamespace(tokenizer=tokenizer), trained, True)
-    other = SimpleNamespace(tokenizer=byte_tokenizer(TEMPLATE.replace("assistant", "model")))
-    with pytest.warns(UserWarning, match="template_sha256.*rendered_sha256"):
-        check_template(other, trained, False)
+    assert template_change(byte_tokenizer(), False, trained) is None
+    assert template_change(tokenizer, True, {}) is None  # a published drafter says nothing of it
+    assert re.search(
+        "rendered otherwise .*enable_thinking: trained with False, now True", template_change(tokenizer, True, trained)
+    )
+    other = byte_tokenizer(TEMPLATE.replace("assistant", "model"))
+    assert re.search("template_sha256.*rendered_sha256", template_change(other, False, trained))
 
 
 # --- stop tokens ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from disk import published_drafter, save_model
 from hydra import compose, initialize_config_dir
 
-from xpress import build, evaluate, parts, report
+from xpress import build, markdown, measuring, parts, report
 from xpress.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +50,8 @@ def toy_overrides(program: str, words: list[str]) -> list[str]:
     """What turns a command of the README into seconds of work on the toy."""
     if program == "generate_data":
         return ["target.name=target", "samples=6", "max_new_tokens=12", "batch_size=6"]
+    if program == "replay":
+        return ["max_new_tokens=6", "device=cpu", "dtype=float32"]
     if program == "eval_tau":
         published = "protocol=published" in words
         short = [] if published else ["max_new_tokens=6", "samples=1"]
@@ -71,7 +73,7 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
         words = [w for w in shlex.split(line) if w not in ("python", "accelerate", "launch", "--multirun")]
         words = [w for w in words if not w.startswith("PYTHONPATH")]
         program, overrides = Path(words[0]).stem, words[1:]
-        if program not in ("generate_data", "train", "eval_tau"):
+        if program not in ("generate_data", "train", "eval_tau", "replay"):
             continue
         if "--multirun" in line:  # the sweep's own test runs it; here its first job
             overrides = [word.split(",")[0] for word in overrides]
@@ -84,15 +86,19 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
         elif program == "train":
             run, provenance = build.training(cfg)
             assert (run.fit(provenance) / "model.safetensors").exists()
+        elif program == "replay":
+            assert len(build.replaying(cfg).recordings) == 3
         elif program == "eval_tau":
             cfg.checkpoint = cfg.checkpoint if Path(cfg.checkpoint).exists() else "outputs/my_run"
             if cfg.protocol == "published":
-                assert evaluate.settle_protocol(build.plain(cfg, build.EVAL_KEYS))["max_new_tokens"] == 2048
+                assert measuring.settle(build.plain(cfg, measuring.EVAL_KEYS))["max_new_tokens"] == 2048
                 continue
-            reports = build.evaluation(cfg, lambda *_: None)
-            assert all(row["lossless"] for report in reports for row in report["methods"])
+            cfg.out = str(world / f"eval-{len(ran)}")
+            measured = build.evaluation(cfg, lambda text: None).run()
+            assert all(row["lossless"] for cell in measured["cells"] for row in cell["methods"] if not row["note"])
+            assert markdown.write_report(measured, Path(cfg.out))
         else:
             assert build.generation(cfg, lambda *_: None)["rows"] == 6
         ran.append(program)
-    assert {"generate_data", "train", "eval_tau", "plan"} <= set(ran) and ran.count("train") >= 6
+    assert {"generate_data", "train", "eval_tau", "plan", "replay"} <= set(ran) and ran.count("train") >= 6
     assert "two_token_head" in sys.modules

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from safetensors.torch import load_file
 
-from xpress import Target, build, load, parts, prompts
+from xpress import Target, build, load, parts, prompts, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY = ["+exp=tiny", "drafter.mask_token_id=299", "max_length=512", "steps=2"]
@@ -100,7 +100,8 @@ def ran(commands, toys):
 
 def result(done, cwd: Path) -> dict:
     assert done.returncode == 0, done.stderr
-    return json.loads((cwd / re.search(r"^result: (\S+)$", done.stdout, re.M)[1]).read_text())
+    found = json.loads((cwd / re.search(r"^result: (\S+)$", done.stdout, re.M)[1]).read_text())
+    return found | found["cells"][0]
 
 
 # --- end to end -----------------------------------------------------------------------------------------------------
@@ -124,24 +125,29 @@ def test_generate_then_train(ran, toys):
     assert (facts["data"]["held_out"], facts["data"]["skipped"]) == (2, {})
 
 
-@pytest.mark.parametrize("name, rows", [("eval", 4), ("z_eval", 5)])
+@pytest.mark.parametrize("name, rows", [("eval", 5), ("z_eval", 5)])
 def test_evaluation_is_lossless_and_its_numbers_agree(ran, toys, name, rows):
     """From another folder than the training, which was given relative paths: the target is found, and where the run
     started from a drafter, that one too."""
     done = getattr(ran, name)
     found = result(done, toys.at / "elsewhere")
     methods, printed = found["methods"], "".join(done.stdout.split())
-    assert len(methods) == rows and "sample: 100%" in done.stderr
+    assert len(methods) == rows and "sample: 100%" in done.stderr and found["prompts"] == 2
     for row in methods:
-        assert row["lossless"] is True and row["prompts"] == 2
+        if row["note"]:
+            assert (row["label"], row["note"], name) == ("bare", "not given", "eval")
+            continue
+        assert row["lossless"] is True and row["responses"] == 2
         assert row["tau"] == pytest.approx(1 + sum(row["accept_at"].values()))
-        assert row["tokens"] == row["prompts"] + row["rounds"] * row["tokens_per_round"]
+        assert row["tokens"] == pytest.approx(row["responses"] + row["rounds"] * row["tokens_per_round"])
         assert sum(row["histogram"]) == row["rounds"]
     assert [row["passes"] for row in methods[-2:]] == [1, "auto"] and methods[0]["tau"] == 1
     for key in ("bench", "samples", "target", "head", "temperature", "max_new_tokens", "thinking", "seed", "dtype"):
-        assert "".join(f"{key}={found['protocol'][key]}".split()) in printed
+        assert "".join(f"{key}={tables.setting(found['protocol'][key])}".split()) in printed
     assert (found["protocol"]["samples"], found["protocol"]["max_new_tokens"]) == (2, 8)
-    assert found["paired"] and all(pair["passes"] in (1, "auto") for pair in found["paired"])
+    assert found["paired"] and all(pair["a"].startswith("refiner K=") for pair in found["paired"])
+    left = {path.name for path in (toys.at / "elsewhere" / {"eval": "results", "z_eval": "z-results"}[name]).iterdir()}
+    assert left >= {"settings.json", "responses.jsonl", "result.json", "report.md", "tau.png", "acceptance.png"}
 
 
 def test_the_published_recipe_starts_from_a_published_drafter(ran, toys):
@@ -265,7 +271,16 @@ BAD = [
     ("eval_tau", "checkpoint={drafter}", "does not name its target; give target.name=<"),
     ("eval_tau", "+target.typo=1", "unknown key target.typo"),
     ("eval_tau", "target.name={qwen3}", "was trained for target .*llama"),
-    ("eval_tau", "max_new_tokens=1020", "prompt sample/.* exceed the target's context of 1024"),
+    ("eval_tau", "batch_size=[1,0]", "batch_size=0: must be a whole number from 1 up"),
+    ("eval_tau", "rounds=0", "rounds=0"),
+    ("eval_tau", "turns=last", "turns=last: known are first, all"),
+    ("eval_tau", "methods=[ar,eagle]", "methods: eagle is unknown; known are ar, bare, bare:<path>, drafter, head"),
+    ("eval_tau", "methods=['bare:nowhere']", "checkpoint=nowhere: no config.json"),
+    ("eval_tau", "metrics=[tau,speed]", "metrics=speed: unknown; known are K, tau"),
+    ("eval_tau", "dtype=float33", "dtype=float33"),
+    ("eval_tau", "stop_strings=['']", "stop_strings"),
+    ("eval_tau", "resume=true", "nothing to resume"),
+    ("eval_tau", "passes=[best]", "passes=best: half the prompts choose K"),
     ("eval_tau", "max_new_tokens=0", "max_new_tokens=0"),
     ("eval_tau", "samples=0", "samples=0"),
     ("eval_tau", "bench=gsm9k", "bench=gsm9k: unknown set"),

@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from xpress import conversations, data, parts, prompts, track
+from xpress import conversations, data, parts, prompts, replay_page, replay_record, track
 from xpress.batches import Order
 from xpress.client import Server
 from xpress.feature_cache import CachedFeatures
@@ -30,6 +30,8 @@ from xpress.parts import find, from_anywhere, refuse_unknown, versions
 from xpress.plan import Plan
 from xpress.planning import make_plan
 from xpress.recipe import TrainSettings
+from xpress.replay import Replay
+from xpress.sampling import Sampling
 from xpress.train import Run
 from xpress.trainee import Trainee
 
@@ -38,6 +40,8 @@ DATA_KEYS = {"path", "limit"}
 TRAIN_KEYS = {"target", "drafter", "head", "objective", "data", "out", "resume", "device", "thinking"}
 TRAIN_KEYS |= {"tracker", "wandb_mode", "features", "cache_dir"}
 TRAIN_KEYS |= {"plan", "gpus", "plan_rows", "plan_tokens", "mfu", "peak_tflops"}
+REPLAY_KEYS = {"checkpoint", "target", "prompt", "passes", "max_new_tokens", "speed", "html", "temperature", "top_k"}
+REPLAY_KEYS |= {"top_p", "accept", "thinking", "seed", "dtype", "device"}
 ANSWER_KEYS = {"max_new_tokens", "batch_size", "temperature", "top_p", "seed", "thinking", "turns", "drop_truncated"}
 SERVER_KEYS = {"base_url", "endpoint", "model", "concurrency", "retries", "timeout"}
 GENERATE_KEYS = {"target", "prompts", "data_dir", "samples", "out", "device", "backend"} | ANSWER_KEYS | SERVER_KEYS
@@ -185,6 +189,19 @@ def read_rows(raw: dict, settings: TrainSettings, target):
 def evaluation(cfg: DictConfig, say: Callable = print) -> Measurement:
     """What eval_tau.py is to measure, loaded and checked; its folder is claimed."""
     return Measurement(plain(cfg, EVAL_KEYS), say)
+
+
+def replaying(cfg: DictConfig, say: Callable = print) -> Replay:
+    """replay.py: one prompt decoded by every method. `speed` and `html` are checked here too, before any work."""
+    raw = plain(cfg, REPLAY_KEYS)
+    refuse_unknown("target", raw["target"], {"name"})
+    replay_record.check_number("speed", raw.pop("speed"), 0)
+    replay_page.check_page(raw.pop("html"))
+    rule = {key: raw.pop(key) for key in ("temperature", "top_k", "top_p", "accept")}
+    for name in ("temperature", "top_k", "top_p"):
+        replay_record.check_number(name, rule[name])
+    sampling, target, path = Sampling(**rule), raw.pop("target")["name"], raw.pop("checkpoint")
+    return replay_record.make_replay(path, target=target, sampling=sampling, say=say, **raw)
 
 
 def generation(cfg: DictConfig, progress) -> dict:

@@ -22,16 +22,16 @@ from xpress.verify import verify
 @dataclass(frozen=True)
 class Round:
     """What one round did. tokens: emitted, after the cut at stop token and limit; num_accepted: before the cut, without
-    bonus; num_draft: G (0 without a drafter); passes: Jacobi passes used; settled: the pass that changed the block last
-    (None where nothing looked); drafted: the G draft tokens, accepted or not. The opening round (the first token, which
+    bonus; num_draft: G (0 without a drafter); passes: Jacobi passes used; drafted: the G draft tokens, accepted or not;
+    settled: the pass that changed the block last (None where no one looked). The opening round (the first token, which
     no round pays for) has num_draft None."""
 
     tokens: list[int]
     num_accepted: int = 0
     num_draft: int | None = None
     passes: int = 0
-    settled: int | None = None
     drafted: list[int] = field(default_factory=list)
+    settled: int | None = None
 
 
 def decode(target, prompt: list[int], drafter=None, head=None, passes: int | str = 0, *, seed: int = 0, **settings):
@@ -113,7 +113,7 @@ def decode_batch(
             ids[row] += tokens
             done[row] = end is not None or len(new) + len(tokens) >= limits[row]
             settled = None if draft.settled is None else int(draft.settled[i])
-            rounds[row] = Round(tokens, accepted[i], len(drafted[i]), int(draft.passes[i]), settled, drafted[i])
+            rounds[row] = Round(tokens, accepted[i], len(drafted[i]), int(draft.passes[i]), drafted[i], settled)
         yield rounds
 
 

@@ -46,6 +46,12 @@ class Method:
         }
 
 
+def head_name(head) -> str:
+    """refiner, markov, domino, …"""
+    name = type(head).__name__.lower()
+    return name.removesuffix("head") or name
+
+
 def respond(target, prompts: list[list[int]], method: Method, *, sampling: Sampling = GREEDY, **settings):
     """One response to each prompt, decoded together -> [(Response, Counts)]."""
     watch, probe, steps = Watch(target.device), Probe(sampling), -1

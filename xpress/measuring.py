@@ -20,21 +20,11 @@ from xpress.metrics import Counts, tokens_per_second
 from xpress.parts import find, refuse_unknown
 from xpress.refine import check_passes
 from xpress.sampling import Sampling
+from xpress.stopping import Stops
 
 EVAL_KEYS = {"checkpoint", "target", "methods", "passes", "candidates", "bench", "data_dir", "samples", "turns"}
-EVAL_KEYS |= {
-    "protocol",
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "accept",
-    "seed",
-    "thinking",
-    "dtype",
-    "device",
-}
-EVAL_KEYS |= {"rounds", "batch_size", "stop_strings", "metrics", "check", "out", "resume"}
+EVAL_KEYS |= {"protocol", "max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
+EVAL_KEYS |= {"device", "rounds", "batch_size", "stop_strings", "metrics", "check", "out", "resume"}
 KINDS = ("ar", "bare", "drafter", "head")
 PROTOCOLS = {
     "free": {},
@@ -77,6 +67,7 @@ def settle(raw: dict) -> dict:
     for K in [*raw["passes"], *raw["candidates"]]:
         if K != "best":
             check_passes(K)
+    Stops((), tuple(raw["stop_strings"]), tokenizer=object())
     for name in raw["methods"]:
         if name.partition(":")[0] not in KINDS:
             raise ValueError(f"methods: {name} is unknown; known are ar, bare, bare:<path>, drafter, head")
@@ -95,13 +86,14 @@ class Measurement:
         self.raw = raw = settle(raw)
         self.sampling = Sampling(raw["temperature"], raw["top_k"], raw["top_p"], raw["accept"])
         self.sets = {name: prompts.load_prompts(name, raw["samples"], raw["data_dir"]) for name in raw["bench"]}
+        for name, chosen in self.sets.items() if "best" in raw["passes"] else ():
+            if len(chosen) < 4:
+                raise ValueError(f"passes=best: half the prompts choose K, and {name} has {len(chosen)}; 4 at least")
         self.device = parts.device_of(raw["device"])
-        self.dtype = raw["dtype"] or ("float32" if self.device == "cpu" else "bfloat16")
+        self.dtype = parts.dtype_of(raw["dtype"], self.device)
         folders = [checkpoint.locate(find(path)) for path in raw["checkpoint"]]
         provenances = [checkpoint.provenance_of(folder) for folder in folders]
-        name = raw["target"]["name"] or next((p["target"]["name"] for p in provenances if p.get("target")), None)
-        if name is None:
-            raise ValueError(f"checkpoint={folders[0]} does not name its target; give target.name=<folder or hub id>")
+        name = parts.target_of(raw["target"]["name"], folders)
         self.target = parts.make_target({"name": name}, self.device, self.dtype)
         self.warnings = []
         for folder, provenance in zip(folders, provenances):
@@ -149,9 +141,7 @@ class Measurement:
             if only is None and bare_head and wanted & {"drafter", "head"}:
                 rows.append(Method(f"{prefix}drafter", "drafter", found.drafter, checkpoint=name))
             for K in passes if head is not None and "head" in wanted else ():
-                kind = type(head).__name__.lower()
-                kind = kind.removesuffix("head") or kind
-                label = f"{prefix}{kind} " + ("sequential" if K == "sequential" else f"K={K}")
+                label = f"{prefix}{evaluate.head_name(head)} " + ("sequential" if K == "sequential" else f"K={K}")
                 if K != 0 and label not in {row.label for row in rows}:
                     rows.append(Method(label, "head", found.drafter, head, K, name))
         return rows
@@ -193,10 +183,6 @@ class Measurement:
     def _cell(self, bench, chosen, batch_size, progress) -> dict:
         best, reported = None, chosen
         if "best" in self.raw["passes"]:
-            if len(chosen) < 4:
-                raise ValueError(
-                    f"passes=best needs at least 4 prompts, {bench} has {len(chosen)}: half of them choose K"
-                )
             validation, reported = chosen[::2], chosen[1::2]
             best = self._choose(bench, validation, batch_size, progress)
         methods = self.methods(best and best["passes"])

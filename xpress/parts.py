@@ -65,6 +65,23 @@ def device_of(name: str | None) -> str:
     return name or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def dtype_of(name: str | None, device: str) -> str:
+    """float32 on a CPU and bfloat16 on a GPU unless named."""
+    name = name or ("float32" if device == "cpu" else "bfloat16")
+    if not isinstance(getattr(torch, str(name), None), torch.dtype):
+        raise ValueError(f"dtype={name}: give float32, bfloat16, float16 or float64")
+    return name
+
+
+def target_of(given: str | None, folders: list[Path]) -> str:
+    """The target's name: the one given, else the one that a checkpoint's provenance names."""
+    for folder in folders:
+        given = given or (checkpoint.provenance_of(folder).get("target") or {}).get("name")
+    if given is None:
+        raise ValueError(f"checkpoint={folders[0]} does not name its target; give target.name=<folder or hub id>")
+    return given
+
+
 def make_target(section: dict, device: str, dtype: str | None = None) -> Target:
     place = _place(section)
     dtype = dtype or section.get("dtype") or "float32"
