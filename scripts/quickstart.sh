@@ -39,6 +39,12 @@ train drafter head=none objective=dflash_b8 drafter_lr_scale=0.4 steps=600
 train xpress drafter.init=$out/drafter steps=250
 
 say "5/5 measure on held-out prompts"
-$python scripts/eval_tau.py checkpoint=$out/xpress bench=sample samples=12 max_new_tokens=64 'passes=[0,1,auto]' \
-    out=$out/eval
+resume=false
+if [ -e $out/eval/responses.jsonl ]; then resume=true; fi
+if [ -e $out/eval/result.json ]; then
+    $python scripts/report.py $out/eval
+else
+    $python scripts/eval_tau.py checkpoint=$out/xpress bench=sample samples=12 max_new_tokens=64 'passes=[0,1,auto]' \
+        out=$out/eval resume=$resume
+fi
 say "done"

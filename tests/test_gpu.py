@@ -6,6 +6,7 @@ from toys import HEADS, ToyTokenizer, make_drafter, make_head, make_model, plain
 
 from xpress.anchors import Batch, draw, lay_out
 from xpress.decode import generate
+from xpress.evaluate import Method, respond
 from xpress.features import OnlineFeatures
 from xpress.loss import Term
 from xpress.sampling import Sampling
@@ -28,6 +29,17 @@ def test_output_is_the_targets_own(cuda_target, name, passes):
     head = make_head(name, drafter).to("cuda")
     response = generate(cuda_target, PROMPT, drafter, head, passes, max_new_tokens=24)
     assert response.ids == plain(cuda_target, PROMPT, 24)
+
+
+def test_rows_of_a_batch_are_what_they_are_alone(cuda_target):
+    """Different prompts, each row with its own times, probes and peak memory."""
+    drafter = make_drafter(cuda_target).to("cuda")
+    head, prompts = make_head("refiner", drafter).to("cuda"), [PROMPT, [8], [4, 4, 9, 2, 7]]
+    method = Method("refiner", "head", drafter, head, "auto")
+    for (response, counts), prompt in zip(respond(cuda_target, prompts, method, max_new_tokens=16), prompts):
+        assert response.ids == plain(cuda_target, prompt, 16)
+        assert counts.memory > 0 and set(counts.time) == {"draft", "readout", "refine", "verify", "harness"}
+        assert all(spent >= 0 for spent in counts.time.values()) and sum(counts.probe["rounds"]) > 0
 
 
 def test_noise_is_the_cpus(cuda_target):
