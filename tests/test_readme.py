@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def toy_overrides(program: str, words: list[str]) -> list[str]:
     return ["target.name=target", "target.dtype=float32", "data.path=outputs/responses", *shape, *short]
 
 
+def pooled_tau(folder: str) -> dict:
+    """What the README's script prints of a measurement."""
+    code = next(text for kind, text in BLOCKS if kind == "python" and "pooled_tau.py" in text)
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {(bench, size, " ".join(label)): float(tau) for bench, size, *label, tau in lines}
+
+
 def test_every_program_of_the_readme_runs(world, monkeypatch):
     """In order, since later commands read what earlier ones wrote."""
     monkeypatch.chdir(world)
@@ -73,6 +82,10 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
         words = [w for w in shlex.split(line) if w not in ("python", "accelerate", "launch", "--multirun")]
         words = [w for w in words if not w.startswith("PYTHONPATH")]
         program, overrides = Path(words[0]).stem, words[1:]
+        if program == "report":
+            assert not subprocess.run([sys.executable, ROOT / words[0], *overrides]).returncode
+            ran.append(program)
+            continue
         if program not in ("generate_data", "train", "eval_tau", "replay"):
             continue
         if "--multirun" in line:  # the sweep's own test runs it; here its first job
@@ -89,16 +102,25 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
         elif program == "replay":
             assert len(build.replaying(cfg).recordings) == 3
         elif program == "eval_tau":
-            cfg.checkpoint = cfg.checkpoint if Path(cfg.checkpoint).exists() else "outputs/my_run"
+            if isinstance(cfg.checkpoint, str) and not Path(cfg.checkpoint).exists():
+                cfg.checkpoint = "outputs/my_run"
             if cfg.protocol == "published":
                 assert measuring.settle(build.plain(cfg, measuring.EVAL_KEYS))["max_new_tokens"] == 2048
                 continue
-            cfg.out = str(world / f"eval-{len(ran)}")
-            measured = build.evaluation(cfg, lambda text: None).run()
+            if cfg.check:
+                continue  # needs no toy, and has a test of its own
+            measurement = build.evaluation(cfg, lambda text: None)
+            measured, cfg.out = measurement.run(), str(measurement.journal.folder)
             assert all(row["lossless"] for cell in measured["cells"] for row in cell["methods"] if not row["note"])
             assert markdown.write_report(measured, Path(cfg.out))
+            assert pooled_tau(cfg.out) == {
+                (cell["bench"], str(cell["batch_size"]), row["label"]): row["tau"]
+                for cell in measured["cells"]
+                for row in cell["methods"]
+                if not row["note"]
+            }
         else:
             assert build.generation(cfg, lambda *_: None)["rows"] == 6
         ran.append(program)
-    assert {"generate_data", "train", "eval_tau", "plan", "replay"} <= set(ran) and ran.count("train") >= 6
+    assert {"generate_data", "train", "eval_tau", "plan", "replay", "report"} <= set(ran) and ran.count("train") >= 6
     assert "two_token_head" in sys.modules
