@@ -25,7 +25,8 @@ FLOORS = [
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["refine", "verify"],
     ["decode", "anchors", "loss"],
-    ["metrics", "prompts", "conversations", "data", "client", "generation", "checkpoint", "interop", "evaluate"]
+    ["metrics", "prompts", "conversations", "data", "client", "generation", "checkpoint", "interop"]
+    + ["gtest", "sampling_check", "evaluate"]
     + ["report", "curves", "track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
     + ["launch", "footprint", "plan", "train"],
     ["parts", "planning", "build", "replay", "serve", ""],  # "" is the package's own __init__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -81,17 +82,23 @@ def holm(ps: list[float]) -> list[float]:
 
 def power(dof: int, alpha: float, shift: float) -> float:
     """P(alarm at level alpha) of a chi-square test whose statistic has non-centrality `shift`."""
-    critical = _solve(lambda x: alpha - float(tail(x, dof)), 2.0 * dof + 50)
+    critical = _critical(dof, alpha)
     j = torch.arange(int(shift / 2 + 12 * math.sqrt(shift / 2) + 60), dtype=torch.float64)
     weights = (torch.xlogy(j, torch.tensor(shift / 2)) - shift / 2 - torch.lgamma(j + 1)).exp()  # Poisson mixture
     return float((weights * tail(critical, dof + 2 * j)).sum())
 
 
+@lru_cache
+def _critical(dof: int, alpha: float) -> float:
+    return _solve(lambda x: alpha - float(tail(x, dof)), 2.0 * dof + 50)
+
+
+@lru_cache
 def smallest_distance(dof: int, alpha: float, draws: float, chance: float = 0.99) -> float:
     """The total-variation distance from which on a difference is found with at least this chance.
 
-    A distance d has non-centrality draws · Σ δ²/p ≥ 4 · draws · d² (Cauchy-Schwarz), whichever cells it sits in. For two
-    samples of n and m, draws is n·m / (n + m). The chi-square approximation, exact as draws grow.
+    A distance d has non-centrality draws · Σ δ²/p ≥ 4 · draws · d² (Cauchy-Schwarz), whichever cells it sits in. For
+    two samples of n and m, draws is n·m / (n + m). The chi-square approximation, exact as draws grow.
     """
     if dof < 1:
         return 1.0
