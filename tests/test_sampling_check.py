@@ -15,7 +15,7 @@ from xpress.sampling_check import ALPHA, CASES, ONE, SOME, Case, check_sampling,
 from xpress.verify import Verdict, accept_by_rejection, accept_matching
 
 DECODE, REFINE, VERIFY = (importlib.import_module(f"xpress.{name}") for name in ("decode", "refine", "verify"))
-DRAWS = 10_000  # half the default
+DRAWS = 4096  # a quarter of the default
 K1 = Case("K=1")
 TOPK = Case("top-k, top-p", sampling=SOME)
 
@@ -48,7 +48,7 @@ def test_g_by_hand():
 
 
 def test_small_cells_are_pooled_and_the_impossible_is_proof():
-    probs = torch.tensor([0.45, 0.45, 0.05, 0.05, 0.0]).double()
+    probs = torch.tensor([0.45, 0.45, 0.05, 0.05, 0.0], dtype=torch.float64)
     assert gtest.fit(torch.tensor([45, 45, 9, 1, 0]), probs).dof == 2
     assert gtest.fit(torch.tensor([45, 45, 9, 1, 0]), probs).p == pytest.approx(1)
     assert gtest.fit(torch.tensor([45, 45, 9, 0, 1]), probs).p == 0.0
@@ -70,11 +70,15 @@ def test_p_values_of_sound_samples_are_uniform_and_power_is_what_is_claimed():
     up = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 0.0]) * probs  # 0.45 of the mass: nearly the hardest half to tell
     shifted = probs + far * (up / up.sum() - (probs - up) / (probs - up).sum())
     samples = torch.multinomial(torch.stack([probs, shifted]).repeat_interleave(1000, 0), draws, replacement=True)
-    ps = torch.tensor([gtest.fit(torch.bincount(x, minlength=6), probs).p for x in samples])
+    counts = [torch.bincount(x, minlength=6) for x in samples]
+    ps = torch.tensor([gtest.fit(x, probs).p for x in counts])
+    two = torch.tensor([gtest.homogeneity(a, b).p for a, b in zip(counts[:500], counts[500:1000])])
     assert (ps[:1000] < 0.05).float().mean() == pytest.approx(0.05, abs=0.025)  # 3.6 standard errors
     assert (ps[:1000] < 0.5).float().mean() == pytest.approx(0.5, abs=0.06)
+    assert (two < 0.05).float().mean() == pytest.approx(0.05, abs=0.035)
     assert 0.975 < (ps[1000:] < alpha).float().mean() < 1.0
     assert gtest.power(5, alpha, 1e-9) == pytest.approx(alpha, rel=1e-6)
+    assert gtest.smallest_distance(5, alpha, 4 * draws) == pytest.approx(far / 2)
 
 
 # --- sound code -------------------------------------------------------------------------------------------------------
@@ -83,7 +87,7 @@ def test_p_values_of_sound_samples_are_uniform_and_power_is_what_is_claimed():
 def test_the_library_passes():
     """Every case; drafts neither all accepted nor all rejected."""
     seen = []
-    found = check_sampling(draws=2000, progress=lambda *step: seen.append(step))
+    found = check_sampling(draws=1500, progress=lambda *step: seen.append(step))
     assert found["passed"] and all(row["p_holm"] > ALPHA for row in found["rows"])
     assert json.loads(json.dumps(found)) == found
     assert {row["case"] for row in found["rows"]} >= {case.name for case in CASES}
@@ -238,29 +242,27 @@ class Fresh(Chooser):
 
     def __init__(self, block, sampling, noise):
         super().__init__(block, sampling, noise)
-        self.source, self.calls = noise, 0
+        self.source, self.times = noise, 0
 
     def again(self):
-        self.calls += 1
+        self.times += 1
         ids = torch.arange(self.block.vocab_size)
-        return Noise(self.source.seeds, self.source.round + 1000 * self.calls).gumbel(self.block.num_draft, ids)
+        return Noise(self.source.seeds, self.source.round + 1000 * self.times).gumbel(self.block.num_draft, ids)
 
     def __call__(self, logits, start):
-        if self.calls:
+        if self.q_logits is not None:
             self.noise = self.again()
-        self.calls += 1
         return super().__call__(logits, start)
 
 
 class FreshWhereChanged(Fresh):
-    """A token that a pass would change is drawn anew, one that stays is kept: staying is a selection."""
+    """A token that the pass would change is drawn anew, one that stays is kept: staying is a selection."""
 
     def __call__(self, logits, start):
         ids = Chooser.__call__(self, logits, start)
-        if start == 0 and self.calls:
-            other = argmax(self.q_logits + self.again())
-            ids = torch.where(ids == self.last, ids, other)
-        self.calls, self.last = self.calls + 1, ids
+        if hasattr(self, "seed"):
+            return torch.where(ids == self.seed, ids, argmax(self.q_logits + self.again()))
+        self.seed = ids
         return ids
 
 
@@ -280,18 +282,17 @@ class OldTokenNewQ(Chooser):
 
     def __call__(self, logits, start):
         ids = super().__call__(logits, start)
-        self.first = getattr(self, "first", ids)
-        return self.first[:, start:]
+        self.seed = getattr(self, "seed", ids)
+        return self.seed[:, start:]
 
 
 class NewTokenOldQ(Chooser):
     """The last pass's tokens with the seed's q."""
 
     def __call__(self, logits, start):
-        before = self.q_logits
-        before = None if before is None else before.clone()
         ids = super().__call__(logits, start)
-        self.q_logits = self.q_logits if before is None else before
+        self.seed_logits = getattr(self, "seed_logits", self.q_logits.clone())
+        self.q_logits = self.seed_logits.clone()
         return ids
 
 
@@ -307,16 +308,17 @@ def test_fresh_noise_in_every_pass_is_harmless(monkeypatch, passes):
     assert check(replace(K1, name=f"Fresh {passes}", passes=passes))["passed"]
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_q_recomputed_from_the_final_tokens_is_found(monkeypatch, passes):
-    def recomputed(head, block, *settings):
-        draft = REFINE.refine(head, block, *settings)
-        bias = block.rows(head(block.hidden, block.prev_ids(draft.ids)))
-        return replace(draft, q_logits=ONE.adjust(block.base_logits() + bias))
+def test_q_recomputed_from_the_final_tokens_is_found(monkeypatch):
+    """One pass more for q alone. At K = 1 it is wrong for tokens 2 and 3; at K = 2 for token 3 alone and rarely, which
+    this check is too blunt for, and the trial of a single block in test_sampling.py is not."""
 
-    monkeypatch.setattr(DECODE, "refine", lambda head, *rest: recomputed(head, *rest))
-    case = replace(K1, name=f"recomputed {passes}", passes=passes)
-    assert not check(case)["passed"]
+    def recomputed(head, block, passes, sampling, noise):
+        draft = REFINE.refine(head, block, passes, sampling, noise)
+        bias = block.rows(head(block.hidden, block.prev_ids(draft.ids)))
+        return replace(draft, q_logits=sampling.adjust(block.base_logits() + bias))
+
+    monkeypatch.setattr(DECODE, "refine", recomputed)
+    assert not check(replace(K1, name="recomputed"))["passed"]
 
 
 # --- top-k and top-p on one side --------------------------------------------------------------------------------------
@@ -349,7 +351,7 @@ class WholeQ(Chooser):
 @pytest.mark.parametrize("chooser", [DrawnWithoutTopK, ClaimsWithoutTopK])
 def test_a_q_of_other_tokens_than_the_draft_is_found(monkeypatch, chooser):
     monkeypatch.setattr(REFINE, "Chooser", chooser)
-    assert not check(replace(TOPK, name=chooser.__name__))["passed"]
+    assert not check(replace(TOPK, name=chooser.__name__), 8192)["passed"]
 
 
 def test_top_k_on_p_alone_is_harmless(monkeypatch):
@@ -374,7 +376,7 @@ def test_plain_autoregression_is_checked_too(monkeypatch):
     sound = DECODE.verify
 
     def warm(draft, scores, sampling, noise):
-        return sound(draft, scores / 1.1, sampling, noise)
+        return sound(draft, scores / 1.3, sampling, noise)
 
     monkeypatch.setattr(DECODE, "verify", warm)
     found = check(replace(K1, name="warm"))

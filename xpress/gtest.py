@@ -37,9 +37,9 @@ def tail(x: float, dof: float | Tensor) -> Tensor:
 def fit(counts: Tensor, probs: Tensor) -> GTest:
     """Do counts [C] follow probs [C] (which sum to 1)? Cells that expect fewer than 20 are pooled; one count in a cell
     of probability 0 is proof enough: p = 0."""
-    counts, probs = counts.double(), probs.double()
-    expected = probs * counts.sum()
     impossible = bool(counts[probs == 0].any())
+    counts, probs = counts[probs > 0].double(), probs[probs > 0].double()
+    expected = probs * counts.sum()
     found = _pool(torch.stack([counts, expected]), expected < SMALLEST)
     test = _test(found[:1], found[1:])
     return GTest(test.statistic, test.dof, 0.0, test.pearson, 0.0) if impossible else test
