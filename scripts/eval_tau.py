@@ -12,7 +12,7 @@ import sys
 import hydra
 from tqdm import tqdm
 
-from xpress import build, markdown, report
+from xpress import build, markdown, report, sampling_check
 
 
 class Bars:
@@ -34,6 +34,10 @@ class Bars:
 def main(cfg):
     folder = None
     try:
+        if cfg.check is not None:
+            found = build.checking(cfg, Bars())
+            report.wide_console().print(sampling_check.table(found))
+            sys.exit(None if found["passed"] else "error: sampled outputs do not follow the target's distribution")
         measurement = build.evaluation(cfg, lambda text: print(f"WARNING: {text}", file=sys.stderr))
         folder = measurement.journal.folder
         result = measurement.run(Bars())

@@ -17,7 +17,7 @@ FLOORS = [
     ["refine", "verify"],
     ["decode", "anchors", "loss"],
     ["metrics", "watch", "probe", "lossless", "prompts", "conversations", "data", "client", "generation", "checkpoint"]
-    + ["interop", "evaluate"]
+    + ["interop", "gtest", "sampling_check", "evaluate"]
     + ["tables", "report", "results", "journal", "style", "curves", "panels", "figures", "markdown"]
     + ["track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
     + ["launch", "footprint", "plan", "train"],

@@ -314,6 +314,13 @@ def test_a_published_protocol_cannot_be_changed_in_passing(program):
             program("eval_tau", "protocol=published", *rest, override)
 
 
+def test_only_known_checks_run(toys, monkeypatch):
+    monkeypatch.setattr(build.sampling_check, "check_sampling", lambda seed, progress: {"passed": True, "seed": seed})
+    assert build.checking(configured("eval_tau", "check=sampling", "seed=3"), None) == {"passed": True, "seed": 3}
+    with pytest.raises(ValueError, match="check=speed: known is sampling"):
+        build.checking(configured("eval_tau", "check=speed"), None)
+
+
 def test_hydra_refuses_a_key_that_no_config_has():
     for override in ("lr_typo=1", "drafter.typo=1"):
         with pytest.raises(ConfigCompositionException, match=override.partition("=")[0]):

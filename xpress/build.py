@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from xpress import conversations, data, parts, prompts, replay_page, replay_record, track
+from xpress import conversations, data, parts, prompts, replay_page, replay_record, sampling_check, track
 from xpress.batches import Order
 from xpress.client import Server
 from xpress.feature_cache import CachedFeatures
@@ -189,6 +189,16 @@ def read_rows(raw: dict, settings: TrainSettings, target):
 def evaluation(cfg: DictConfig, say: Callable = print) -> Measurement:
     """What eval_tau.py is to measure, loaded and checked; its folder is claimed."""
     return Measurement(plain(cfg, EVAL_KEYS), say)
+
+
+def checking(cfg: DictConfig, progress: Callable) -> dict:
+    """eval_tau.py with check=sampling: nothing of the configuration but the seed plays a part."""
+    raw = plain(cfg, EVAL_KEYS)
+    if raw["check"] != "sampling":
+        raise ValueError(f"check={raw['check']}: known is sampling")
+    return sampling_check.check_sampling(
+        seed=raw["seed"], progress=lambda done, total, what: progress("sampling", done, total, what)
+    )
 
 
 def replaying(cfg: DictConfig, say: Callable = print) -> Replay:

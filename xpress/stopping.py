@@ -22,6 +22,8 @@ class Stops:
 
     def end(self, before: list[int], new: list[int]) -> int | None:
         """How many of the `new` tokens are kept where the response `before` + `new` ends in them, else None."""
+        if not self.ids and not self.strings:
+            return None
         end = next((i + 1 for i, token in enumerate(new) if token in self.ids), None)
         if not self.strings or not self._in([*before, *new[:end]]):
             return end
