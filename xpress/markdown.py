@@ -69,9 +69,8 @@ def _cell(cell: dict) -> list[str]:
     parts = [f"## {plain(tables.heading(cell))}", render(tables.main_table(cell))]
     parts += [plain(line) for line in tables.best_lines(cell)]
     if cell["paired"]:
-        table = Table("", [("compared", "left"), ("value [95 %]", "left")])
-        table.rows = [list(tables.paired_line(pair)) for pair in cell["paired"]]
-        parts += ["### Compared", render(table)]
+        table = tables.paired_table(cell)
+        parts += [f"### {table.title}", render(table)]
     lines = tables.lossless_lines(cell)
     if lines:
         items = [f"  - {plain(line)}" if line.startswith("  ") else f"- {plain(line)}" for line in lines]

@@ -42,8 +42,8 @@ def print_report(result: dict, metrics=None, console: Console | None = None):
         _print_table(console, tables.main_table(cell, metrics))
         for line in tables.best_lines(cell):
             say(line)
-        for pair in cell["paired"]:
-            say(": ".join(tables.paired_line(pair)))
+        if cell["paired"]:
+            _print_table(console, tables.paired_table(cell))
         for line in tables.lossless_lines(cell):
             say(line, style="bold red" if "FAILURE" in line else None)
     for table in tables.throughput_tables(result):

@@ -28,7 +28,7 @@ class Table:
     """Rows of text under a title. Columns are (heading, left or right)."""
 
     title: str
-    columns: list[tuple[str, str]]
+    columns: list[tuple[str, str]] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
 
 
@@ -232,12 +232,21 @@ def labels(cells: list[dict]) -> list[str]:
     return list(dict.fromkeys(row["label"] for cell in cells for row in cell["methods"] if not row["note"]))
 
 
-def paired_line(pair: dict) -> tuple[str, str]:
-    """(what is compared, value with its interval and how it was paired)."""
-    a, b, metric = (pair.get(key) or "?" for key in ("a", "b", "metric"))
-    what = f"ratio of {metric}, {a} / {b}" if metric == "speed" else f"difference of {metric}, {a} − {b}"
-    how = "across runs, not paired" if pair.get("across_runs") else "paired over prompts"
-    return what, f"{with_interval(pair.get('value'), pair.get('interval'), 3)} ({how})"
+def paired_table(cell: dict) -> Table:
+    """Methods two by two, what each is held against together: tau as a difference, speed as a ratio."""
+    found: dict = {}
+    for pair in cell["paired"]:
+        key = pair.get("b") or "?", pair.get("a") or "?", bool(pair.get("across_runs"))
+        found.setdefault(key, {})[pair.get("metric")] = pair
+    table = Table("Compared, paired over prompts")
+    table.columns = [("method", "left"), ("against", "left"), ("tau: difference [95 %]", "right")]
+    table.columns += [("speed: ratio [95 %]", "right")]
+    against = list(dict.fromkeys(b for b, _, _ in found))
+    for (b, a, across), pairs in sorted(found.items(), key=lambda item: against.index(item[0][0])):
+        shown = [pairs.get(metric, {}) for metric in ("tau", "speed")]
+        values = [with_interval(pair.get("value"), pair.get("interval"), 3) for pair in shown]
+        table.rows.append([a, b + " (across runs, not paired)" * across, *values])
+    return table
 
 
 def best_lines(cell: dict) -> list[str]:
