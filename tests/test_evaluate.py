@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from toys import ScriptedDrafter, ToyTokenizer, make_drafter, make_head, oracle, stopping_target
 
@@ -17,6 +19,7 @@ from xpress.journal import cell
 from xpress.lossless import first_difference
 from xpress.prompts import Prompt, answer_text, conversation, render
 from xpress.sampling import GREEDY, Sampling, argmax
+from xpress.stopping import Stops
 from xpress.verify import Verdict
 
 loop = importlib.import_module("xpress.decode")  # the package exports a function of that name
@@ -177,7 +180,7 @@ def test_a_conversation_ends_where_a_turn_leaves_no_room():
     lines = measure(target, methods_of(target, 1), talk, turns="all", batch_size=2, max_new_tokens=5)
     turns = Counter((x["method"], x["prompt"]) for x in lines)
     assert {turns[label, "long"] for label in ("ar", "drafter", "refiner K=1")} == {1}
-    assert {turns[label, "short"] for label in ("ar", "drafter", "refiner K=1")} == {2} and len(turns) == 6
+    assert {turns[label, "short"] for label in ("ar", "drafter", "refiner K=1")} == {3} and len(turns) == 6
     with pytest.raises(ValueError, match="prompt big: a prompt of 69 tokens leaves no room .* leave it out"):
         measure(target, [Method("ar")], [*talk, Prompt("big", "toy", ["z" * 60])])
 
@@ -251,6 +254,15 @@ def test_stop_strings_cross_tokens_and_characters(text, at):
         assert [x["ids"] for x in lines] == [answer[:end]] * 2 and not any(x["difference"] for x in lines)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=5), st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
+def test_a_run_ends_where_its_tokens_one_by_one_would(before, new, data):
+    strings = data.draw(st.lists(st.sampled_from(["é", "\ufffd", "b", "èb", "\ufffdb"]), max_size=2))
+    stops = Stops(tuple(data.draw(st.sets(st.integers(0, 3), max_size=1))), tuple(strings), Halves())
+    one_by_one = (i + 1 for i in range(len(new)) if stops.end([*before, *new[:i]], new[i : i + 1]))
+    assert stops.end(before, new) == next(one_by_one, None)
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("how", WAYS, ids=ids_of)
 def test_answers_without_rounds_have_defined_numbers(target, methods, how, batch_size):
@@ -292,7 +304,11 @@ def test_a_wrong_output_is_found(monkeypatch, fault, dtype):
         monkeypatch.setattr(target, "score", lambda anchor, draft: real(anchor, draft).roll(1, 1))
     lines = measure(target, methods, turns="all", batch_size=2, rounds=2)
     rows = {row["label"]: row for row in cell(lines, methods, True)["methods"]}
-    assert {label: row["lossless"] for label, row in rows.items()} == {"ar": True, "drafter": False, "refiner K=1": False}
+    assert {label: row["lossless"] for label, row in rows.items()} == {
+        "ar": True,
+        "drafter": False,
+        "refiner K=1": False,
+    }
     plain = {(x["prompt"], x["turn"]): x["ids"] for x in lines if x["method"] == "ar"}
     for label in ("drafter", "refiner K=1"):
         named = {(d["prompt"], d["turn"]): d for d in rows[label]["differences"]}
