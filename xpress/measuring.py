@@ -255,7 +255,7 @@ def short_names(paths: list) -> list[str]:
         names = ["/".join(part[-length:]) for part in split]
         if len(set(names)) == len(names):
             return names
-    return [f"{name} ({i})" for i, name in enumerate(names, 1)]
+    return [f"{Path(str(path)).name or path} ({i})" for i, path in enumerate(paths, 1)]
 
 
 def digest(thing) -> str:
