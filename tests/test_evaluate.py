@@ -296,13 +296,13 @@ def test_a_wrong_output_is_found(monkeypatch, fault, dtype):
     difference is named with its place and the gap of the target's two best logits there."""
     target = small(dtype=dtype)
     methods = methods_of(target, 1)
-    assert all(x["lossless"] for x in cell(measure(target, methods, turns="all"), methods, True)["methods"])
+    assert all(x["lossless"] for x in cell(measure(target, methods, batch_size=4), methods, True)["methods"])
     real = target.score
     if fault == "verify":
         monkeypatch.setattr(loop, "verify", believe_everything)
     else:
         monkeypatch.setattr(target, "score", lambda anchor, draft: real(anchor, draft).roll(1, 1))
-    lines = measure(target, methods, turns="all", batch_size=2, rounds=2)
+    lines = measure(target, methods, PROMPTS[1:], turns="all", batch_size=3, rounds=2)
     rows = {row["label"]: row for row in cell(lines, methods, True)["methods"]}
     assert {label: row["lossless"] for label, row in rows.items()} == {
         "ar": True,
