@@ -74,12 +74,13 @@ def respond(target, prompts: list[list[int]], method: Method, *, sampling: Sampl
         if not steps:
             watch.start()
     watch.lap("harness")
-    time, share = watch.seconds(), 1 / len(prompts)
+    # answers of one token have no rounds: what is left of their time is our own bookkeeping, and paid for no token
+    time, share = watch.seconds() if steps > 0 else {}, 1 / len(prompts)
     time.pop("probe", None)
     measured = {
         "seconds": sum(time.values()) * share,
         "time": {name: spent * share for name, spent in time.items()},
-        "steps": steps * share,
+        "steps": max(steps, 0) * share,
         "memory": memory.peak(target.device),
     }
     return [(r, Counts.of(r, **measured, probe=probe.of(row))) for row, r in enumerate(responses)]
@@ -123,38 +124,53 @@ def evaluate(
         first = [render(target.tokenizer, conversation(prompt, []), thinking) for prompt in groups[0]]
         for method in methods:
             respond(target, first, method, **{**settings, "max_new_tokens": min(WARM_UP, max_new_tokens)})
-    count, total = 0, len(prompts) * len(methods) * (rounds + ahead)
+    turns_of = lambda prompt: len(prompt.turns) if turns == "all" else 1  # noqa: E731
+    count, end, total = 0, 0, sum(map(turns_of, prompts)) * len(methods) * (rounds + ahead)
+
+    def said(answers: int, label: str):
+        nonlocal count
+        count += answers
+        progress(count, total, label)
+
     for number in range(-ahead, rounds):
         for g, group in enumerate(groups):
-            shift = (g + number) % len(methods)
-            order, answers, lines = methods[shift:] + methods[:shift], {prompt.id: [] for prompt in group}, []
-            needed = number < 0 or (number, g) in left
-            for turn in range((max(len(p.turns) for p in group) if turns == "all" else 1) if needed else 0):
-                asked = [p for p in group if len(p.turns) > turn == len(answers[p.id])]
-                ids = [render(target.tokenizer, conversation(p, answers[p.id]), thinking) for p in asked]
-                if turn and target.context_length:  # a first turn that leaves no room was refused
-                    fitting = [i for i, own in enumerate(ids) if len(own) < target.context_length]
-                    asked, ids = [asked[i] for i in fitting], [ids[i] for i in fitting]
-                if not asked:
-                    break
-                seeds = [row_seed(seed + max(number, 0), f"{p.id}/{turn}") for p in asked]
-                found = {}
-                for method in order:
-                    found[method] = respond(target, ids, method, seeds=seeds, **settings)
-                    progress(min(total, count + len(found) * len(group)), total, method.label)
-                for i, prompt in enumerate(asked):
-                    plain = found[methods[0]][i][0].ids
-                    answers[prompt.id] += [answer_text(target.tokenizer, plain, stops)] if plain else []
-                    where = {"round": number, "group": g, "prompt": prompt.id, "turn": turn + 1, "seed": seeds[i]}
-                    for method in methods:
-                        response, counts = found[method][i]
-                        differs = first_difference(target, ids[i], plain, response.ids) if sampling.greedy else None
-                        facts = {"method": method.label, "prompt_tokens": len(ids[i]), **counts.as_dict()}
-                        lines.append({**where, **facts, "ids": response.ids, "difference": differs})
-            count += len(group) * len(methods)
-            progress(count, total, "")
-            if number >= 0 and needed:
-                yield lines
+            end += sum(map(turns_of, group)) * len(methods)
+            if number < 0 or (number, g) in left:
+                shift, depth = (g + number) % len(methods), max(map(turns_of, group))
+                lines = converse(target, methods, group, shift, depth, seed + max(number, 0), thinking, settings, said)
+                if number >= 0:  # before any more is said: whoever interrupts there keeps this group
+                    yield [{"round": number, "group": g, **line} for line in lines]
+            said(end - count, "")  # turns that found no room, or a group that was measured before
+
+
+def converse(target, methods, group, shift, depth, seed, thinking, settings, said) -> list[dict]:
+    """The first `depth` turns of one group of prompts, each answered by every method, beginning with number `shift`
+    -> a line for each prompt, turn and method."""
+    answers, lines, stops = {prompt.id: [] for prompt in group}, [], settings["stop_ids"]
+    for turn in range(depth):
+        asked = [p for p in group if len(p.turns) > turn == len(answers[p.id])]
+        ids = [render(target.tokenizer, conversation(p, answers[p.id]), thinking) for p in asked]
+        if turn and target.context_length:  # a first turn that leaves no room was refused
+            fitting = [i for i, own in enumerate(ids) if len(own) < target.context_length]
+            asked, ids = [asked[i] for i in fitting], [ids[i] for i in fitting]
+        if not asked:
+            break
+        seeds, found = [row_seed(seed, f"{p.id}/{turn}") for p in asked], {}
+        for method in methods[shift:] + methods[:shift]:
+            found[method] = respond(target, ids, method, seeds=seeds, **settings)
+            said(len(asked), method.label)
+        for i, prompt in enumerate(asked):
+            plain = found[methods[0]][i][0].ids
+            answers[prompt.id].append(answer_text(target.tokenizer, plain, stops))
+            for method in methods:
+                response, counts = found[method][i]
+                differs = None
+                if settings["sampling"].greedy:
+                    differs = first_difference(target, ids[i], plain, response.ids)
+                where = {"prompt": prompt.id, "turn": turn + 1, "seed": seeds[i], "method": method.label}
+                facts = {"prompt_tokens": len(ids[i]), **counts.as_dict()}
+                lines.append({**where, **facts, "ids": response.ids, "difference": differs})
+    return lines
 
 
 def room(target, prompt: Prompt, thinking: bool, max_new_tokens: int) -> int:

@@ -56,7 +56,7 @@ def settle(raw: dict) -> dict:
         if raw[key] not in (None, value):
             raise ValueError(f"{key}={raw[key]}: protocol=published fixes it at {value}; drop one of the two")
     raw = raw | {key: value for key, value in FALLBACK.items() if raw[key] is None} | fixed
-    for key in ("bench", "passes", "batch_size", "methods", "checkpoint"):
+    for key in ("bench", "passes", "candidates", "batch_size", "methods", "checkpoint", "stop_strings"):
         raw[key] = listed(raw[key])
     for number in (*raw["batch_size"], raw["rounds"], raw["max_new_tokens"]):
         if not isinstance(number, int) or number < 1:
@@ -64,9 +64,12 @@ def settle(raw: dict) -> dict:
             raise ValueError(f"{key}={number}: must be a whole number from 1 up")
     if raw["turns"] not in ("first", "all"):
         raise ValueError(f"turns={raw['turns']}: known are first, all")
-    for K in [*raw["passes"], *raw["candidates"]]:
+    for K in raw["passes"]:
         if K != "best":
             check_passes(K)
+    for K in raw["candidates"]:
+        if type(K) is not int or K < 1:
+            raise ValueError(f"candidates={K}: give whole numbers of Jacobi passes from 1 up")
     Stops((), tuple(raw["stop_strings"]), tokenizer=object())
     for name in raw["methods"]:
         if name.partition(":")[0] not in KINDS:
@@ -103,6 +106,7 @@ class Measurement:
                 warn(self.warnings[-1])
         load = lambda path: checkpoint.load(path, self.target, getattr(torch, self.dtype), self.device)  # noqa: E731
         self.checkpoints = {name: load(folder) for name, folder in zip(short_names(raw["checkpoint"]), folders)}
+        self.candidates = self._candidates() if "best" in raw["passes"] else []
         self.bare = self._bare(provenances)
         facts = self.facts(name)
         for chosen in self.sets.values():
@@ -111,6 +115,18 @@ class Measurement:
         self.journal = Journal(folder_for(raw), facts, raw["resume"])
         now = {"date": f"{datetime.now():%Y-%m-%d %H:%M}", "threads": torch.get_num_threads(), **parts.versions()}
         self.protocol = facts | now | {"out": str(self.journal.folder)}
+
+    def _candidates(self) -> list[int]:
+        """The numbers of passes that a head can use. Raises ValueError where there is nothing to choose."""
+        sizes = [found.drafter.config.num_draft for found in self.checkpoints.values() if found.head is not None]
+        if not sizes or "head" not in self.raw["methods"]:
+            why = "no checkpoint has one" if not sizes else "methods leaves heads out"
+            raise ValueError(f"passes=best: K is a head's, and {why}; give numbers, or a head")
+        chosen = [K for K in dict.fromkeys(self.raw["candidates"]) if K <= min(sizes)]
+        if not chosen:
+            asked = ", ".join(map(str, self.raw["candidates"]))
+            raise ValueError(f"candidates={asked}: after {min(sizes)} passes nothing changes; give smaller ones")
+        return chosen
 
     def _bare(self, provenances: list[dict]) -> list[Method]:
         """The drafters that training started from: those given as bare:<path>, else what the provenance names."""
@@ -122,6 +138,7 @@ class Measurement:
                 loaded.setdefault(path, parts.bare_drafter(None, provenance, self.target, self.dtype, self.device))
         if len(loaded) > 1:  # a checkpoint that names none says nothing beside one that does
             loaded = {path: found for path, found in loaded.items() if found} or {None: None}
+        self.bare_files = [found and found.path / checkpoint.WEIGHTS for found in loaded.values()]
         names = ["bare"] if len(loaded) == 1 else [f"bare:{name}" for name in short_names(list(loaded))]
         rows = zip(names, loaded.values())
         return [
@@ -161,7 +178,9 @@ class Measurement:
             "block_size": [found.drafter.config.block_size for found in loaded],
             "num_draft": [found.drafter.config.num_draft for found in loaded],
             "methods": [method.label for method in self.methods("best")],
+            "bare_sha256": [file and parts.file_hash(file) for file in self.bare_files],
             **{key: raw[key] for key in kept},
+            **({"candidates": self.candidates} if self.candidates else {}),
             "batch_size": raw["batch_size"],
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
@@ -173,12 +192,15 @@ class Measurement:
         }
 
     def run(self, progress: Callable = lambda what, done, total, method: None) -> dict:
-        """Measures what is not measured yet -> the result, written as result.json."""
+        """Measures what is not measured yet -> the result, written as result.json. The folder is free afterwards."""
         cells = []
-        for bench, chosen in self.sets.items():
-            for batch_size in self.raw["batch_size"]:
-                cells.append(self._cell(bench, chosen, batch_size, progress))
-        return self.journal.write(self.protocol, cells, self.warnings)
+        try:
+            for bench, chosen in self.sets.items():
+                for batch_size in self.raw["batch_size"]:
+                    cells.append(self._cell(bench, chosen, batch_size, progress))
+            return self.journal.write(self.protocol, cells, self.warnings)
+        finally:
+            self.journal.close()
 
     def _cell(self, bench, chosen, batch_size, progress) -> dict:
         best, reported = None, chosen
@@ -194,12 +216,11 @@ class Measurement:
 
     def _choose(self, bench, validation, batch_size, progress) -> dict:
         """K by tokens per second on the validation half; nothing of that half is reported."""
-        G = min(found.drafter.config.num_draft for found in self.checkpoints.values())
-        methods = self.methods(only=[K for K in self.raw["candidates"] if K <= G])
+        methods = self.methods(only=self.candidates)
         found = columns(self._measure(methods, bench, validation, batch_size, "validation", progress))
         speeds: dict[int, list[Counts]] = {}
         for method in methods[1:]:
-            speeds.setdefault(method.passes, []).extend(c for group in found[method.label].values() for c in group)
+            speeds.setdefault(method.passes, []).extend(c for group in found[method.label] for c in group)
         table = [{"passes": K, "tokens_per_second": tokens_per_second(counts)} for K, counts in speeds.items()]
         K = max(table, key=lambda row: row["tokens_per_second"] or 0)["passes"]
         return {"passes": K, "validation_prompts": len(validation), "validation": table}
@@ -230,11 +251,11 @@ class Measurement:
 def short_names(paths: list) -> list[str]:
     """The last part of each path, made different from each other by what stands before it."""
     split = [Path(str(path)).parts for path in paths]
-    for length in range(1, max(map(len, split)) + 1):
+    for length in range(1, max(map(len, split), default=0) + 1):
         names = ["/".join(part[-length:]) for part in split]
         if len(set(names)) == len(names):
             return names
-    return [f"{name} ({i})" for i, name in enumerate(names, 1)]
+    return [f"{Path(str(path)).name or path} ({i})" for i, path in enumerate(paths, 1)]
 
 
 def digest(thing) -> str:

@@ -150,6 +150,8 @@ def bootstrap(statistic: Mean | Paired, *columns: Sequence, samples: int = 2000,
     that comparisons of methods are paired.
     """
     n = len(columns[0])
+    if any(len(column) != n for column in columns):
+        raise ValueError(f"columns of {', '.join(str(len(c)) for c in columns)} prompts cannot be compared in pairs")
     if n < 2:
         return None
     chosen = torch.randint(n, (samples, n), generator=torch.Generator().manual_seed(seed))
@@ -220,9 +222,11 @@ def probed(responses: Sequence[Counts]) -> dict:
 # --- all of one method ------------------------------------------------------------------------------------------------
 
 
-def summary(groups: Sequence, baseline: Sequence | None = None) -> dict:
-    """Every number of one method. groups: its responses, or for each prompt the list of them; baseline: those of plain
-    autoregression to the same prompts, for the speed-up."""
+def summary(groups: Sequence, baseline: Sequence | None = None, timed: Sequence | None = None) -> dict:
+    """Every number of one method. groups: its responses, or for each prompt the list of them; timed: the same by what
+    was decoded together, whose time can only be resampled as one (left out: as groups); baseline: those of plain
+    autoregression, likewise, for the speed-up."""
+    timed = groups if timed is None else timed
     flat = lambda column: [r for g in column for r in (g if isinstance(g, (list, tuple)) else [g])]  # noqa: E731
     responses, plain = flat(groups), flat(baseline or [])
     shares, reached = conditional(responses)
@@ -250,7 +254,7 @@ def summary(groups: Sequence, baseline: Sequence | None = None) -> dict:
         "harness_share": time.get("harness", 0.0) / sum(time.values()) if sum(time.values()) else None,
         "tokens_per_second": tokens_per_second(responses),
         "speedup": faster(responses, plain),
-        "speedup_interval": bootstrap(faster, groups, baseline) if baseline else None,
+        "speedup_interval": bootstrap(faster, timed, baseline) if baseline else None,
         "peak_memory": max(memory, default=None),
         "rounds": sum(len(r.accepted) for r in responses),
         "tokens": sum(r.num_tokens for r in responses),

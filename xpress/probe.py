@@ -14,6 +14,7 @@ from torch import Tensor
 from xpress.sampling import Sampling, argmax, at_least_fp32
 
 RECALL = (1, 2, 4, 8, 16, 64, 256)
+NOWHERE = torch.iinfo(torch.long).max
 
 
 class Probe:
@@ -61,7 +62,8 @@ class Probe:
 
 
 def rank(block, base: Tensor, ids: Tensor) -> Tensor:
-    """Ranks from 1 of target ids [N,G] in base logits [N,G,V_draft]; ids that cannot be drafted stand behind all."""
+    """Ranks from 1 of target ids [N,G] in base logits [N,G,V_draft]: 1 is the drafter's argmax, so of equal logits the
+    first stands before the others. Ids that cannot be drafted stand behind everything, however far one looks."""
     if block.draft_ids is None:
         places, known = ids, torch.ones_like(ids, dtype=torch.bool)
     else:
@@ -69,5 +71,6 @@ def rank(block, base: Tensor, ids: Tensor) -> Tensor:
         places = torch.searchsorted(block.draft_ids[order], ids).clamp(max=len(order) - 1)
         places = order[places]
         known = block.draft_ids[places] == ids
-    above = (base > base.gather(-1, places[..., None])).sum(-1) + 1
-    return above.where(known, block.vocab_size + 1)
+    own, columns = base.gather(-1, places[..., None]), torch.arange(base.shape[-1], device=base.device)
+    before = (base > own) | ((base == own) & (columns < places[..., None]))
+    return (before.sum(-1) + 1).where(known, NOWHERE)

@@ -25,9 +25,10 @@ class Stops:
         if not self.ids and not self.strings:
             return None
         end = next((i + 1 for i, token in enumerate(new) if token in self.ids), None)
-        if not self.strings or not self._in([*before, *new[:end]]):
+        if not self.strings:
             return end
-        return next(i for i in range(1, len(new) + 1) if self._in([*before, *new[:i]]))
+        # token by token, as plain decoding looks: half of a character decodes to what is gone when its rest has come
+        return next((i for i in range(1, (end or len(new)) + 1) if self._in([*before, *new[:i]])), end)
 
     def _in(self, ids: list[int]) -> bool:
         text = self.tokenizer.decode(ids)

@@ -27,8 +27,10 @@ class Watch:
     def paused(self):
         """Laps inside are not taken."""
         self._paused = True
-        yield
-        self._paused = False
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def lap(self, name: str):
         """Ends the lap that ran until now, under this name."""
