@@ -19,7 +19,7 @@ class Watch:
     """Laps of one response, by name. On a GPU laps are events in the stream, so that measuring waits for nothing."""
 
     def __init__(self, device):
-        self.cuda = torch.device(device).type == "cuda"
+        self.stream = torch.cuda.current_stream(device) if torch.device(device).type == "cuda" else None
         self.marks: list = []
         self._paused = False
 
@@ -36,9 +36,9 @@ class Watch:
         """Ends the lap that ran until now, under this name."""
         if self._paused:
             return
-        if self.cuda:
+        if self.stream:
             mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
+            mark.record(self.stream)
         else:
             mark = time.perf_counter()
         self.marks.append((name, mark))
@@ -50,11 +50,11 @@ class Watch:
 
     def seconds(self) -> dict[str, float]:
         """Seconds by name since `start`."""
-        if self.cuda:
-            torch.cuda.synchronize()
+        if self.stream:
+            self.stream.synchronize()
         spent: dict = defaultdict(float)
         for (_, before), (name, now) in zip(self.marks, self.marks[1:]):
-            spent[name] += before.elapsed_time(now) / 1000 if self.cuda else now - before
+            spent[name] += before.elapsed_time(now) / 1000 if self.stream else now - before
         return dict(spent)
 
 
