@@ -157,9 +157,9 @@ def test_what_differs_from_autoregression_is_listed_place_by_place():
         "not checked: c",
         "FAILURE, at a place that was not recorded: e",
         "all 24 outputs equal plain autoregression: d, f",
-        "a: 1 of 24 outputs differ",
+        "a: the outputs of 1 of 24 prompts differ",
         "  tie: p, token 3: gap 1.00e-04, limit 1.00e-03",
-        "b: 2 of 24 outputs differ",
+        "b: the outputs of 2 of 24 prompts differ",
         "  FAILURE: q, turn 1, token 9: gap 5.00e-01, limit 1.00e-03",
         "  FAILURE: r, token 9: gap 5.00e-01, limit 1.00e-03",
     ]

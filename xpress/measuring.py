@@ -36,6 +36,7 @@ PROTOCOLS = {
         "top_k": 0,
         "top_p": 1.0,
         "stop_strings": [],
+        "batch_size": 1,
     },
 }
 FALLBACK = {"max_new_tokens": 256, "turns": "first", "thinking": False, "top_k": 0, "top_p": 1.0, "stop_strings": []}

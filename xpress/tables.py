@@ -277,7 +277,8 @@ def lossless_lines(cell: dict) -> list[str]:
             said = "FAILURE, at a place that was not recorded" if row["lossless"] is False else said
             equal.setdefault(said, []).append(label)
             continue
-        lines.append(f"{label}: {len({str(d.get('prompt')) for d in found})} of {count} outputs differ")
+        differ = len({str(d.get("prompt")) for d in found})
+        lines.append(f"{label}: the outputs of {differ} of {whole_number(cell['prompts'])} prompts differ")
         for d in found:
             turn = f", turn {d['turn']}" if d.get("turn") is not None else ""
             gap, limit = ("?" if d.get(key) is None else f"{d[key]:.2e}" for key in ("gap", "limit"))
