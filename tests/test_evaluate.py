@@ -319,7 +319,7 @@ def test_a_wrong_output_is_found(monkeypatch, fault, dtype):
         for key, found in named.items():
             a, b = plain[key], own[key]
             assert a[: found["at"]] == b[: found["at"]] and a[found["at"]] != b[found["at"]]
-            assert found["tie"] == (found["gap"] <= found["limit"]) and found["gap"] >= 0
+            assert found["tie"] == (found["behind"] <= found["limit"]) and 0 <= found["gap"] <= found["behind"]
     first = next(d for d in rows["drafter"]["differences"] if d["turn"] == 1)
     ids = render(target.tokenizer, conversation(next(p for p in PROMPTS if p.id == first["prompt"]), []))
     ids = [*ids, *plain[first["prompt"], 1][: first["at"]]]

@@ -412,10 +412,10 @@ def test_a_wrong_output_ends_the_program_with_1(world, tmp_path, monkeypatch, ca
     if broken:
         monkeypatch.setattr(importlib.import_module("xpress.decode"), "verify", believe_everything)
         with pytest.raises(SystemExit) as ended:
-            script.main.__wrapped__(SimpleNamespace(metrics=None))
+            script.main.__wrapped__(SimpleNamespace(metrics=None, check=None))
         assert "differs from plain autoregression by more than a tie" in str(ended.value.code)
     else:
-        script.main.__wrapped__(SimpleNamespace(metrics=None))
+        script.main.__wrapped__(SimpleNamespace(metrics=None, check=None))
     printed = capsys.readouterr().out
     assert ("FAILURE" in printed) == broken and "result: " in printed and (tmp_path / "out" / "report.md").exists()
     rows = json.loads((tmp_path / "out" / "result.json").read_text())["cells"][0]["methods"]
@@ -435,4 +435,4 @@ def test_ctrl_c_says_how_to_go_on(world, tmp_path, monkeypatch):
 
     monkeypatch.setattr(script, "Bars", Interrupting)
     with pytest.raises(SystemExit, match=f"go on with the same command and out={tmp_path / 'out'} resume=true"):
-        script.main.__wrapped__(SimpleNamespace(metrics=None))
+        script.main.__wrapped__(SimpleNamespace(metrics=None, check=None))

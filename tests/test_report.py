@@ -147,18 +147,20 @@ def test_a_row_without_numbers_shows_its_note():
 
 
 def test_what_differs_from_autoregression_is_listed_place_by_place():
-    ties = make_row("a", differences=[{"prompt": "p", "at": 3, "gap": 1e-4, "limit": 1e-3, "tie": True}])
+    ties = make_row(
+        "a", differences=[{"prompt": "p", "at": 3, "gap": 1e-4, "behind": 2e-4, "limit": 1e-3, "tie": True}]
+    )
     bad = {"at": 9, "gap": 0.5, "limit": 1e-3, "tie": False}
     wrong = make_row("b", lossless=False, differences=[{"prompt": "q", "turn": 1, **bad}, {"prompt": "r", **bad}])
     sampled, lost = make_row("c", lossless=None), make_row("e", lossless=False)
     clean = [make_row("d"), make_row("f"), make_row("ar", "ar")]
-    result = {"format": 1, "cells": [{"bench": "x", "methods": [ties, wrong, sampled, lost, *clean]}]}
+    result = {"format": 1, "cells": [{"bench": "x", "prompts": 24, "methods": [ties, wrong, sampled, lost, *clean]}]}
     lines = [
         "not checked: c",
         "FAILURE, at a place that was not recorded: e",
         "all 24 outputs equal plain autoregression: d, f",
         "a: the outputs of 1 of 24 prompts differ",
-        "  tie: p, token 3: gap 1.00e-04, limit 1.00e-03",
+        "  tie: p, token 3: gap 1.00e-04, its token 2.00e-04 behind, limit 1.00e-03",
         "b: the outputs of 2 of 24 prompts differ",
         "  FAILURE: q, turn 1, token 9: gap 5.00e-01, limit 1.00e-03",
         "  FAILURE: r, token 9: gap 5.00e-01, limit 1.00e-03",

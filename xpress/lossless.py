@@ -14,8 +14,9 @@ TIE_FP32 = 1e-3  # logit gap; one-token and eight-token steps of a 135M target d
 
 @torch.inference_mode()
 def first_difference(target, prompt: list[int], plain: list[int], other: list[int]) -> dict | None:
-    """None where both outputs are equal, else the place, the top-2 gap of plain autoregression there, and whether that
-    is a tie: the other output's own token, too, must lie within the limit of the best. The verdict is the caller's."""
+    """None where both outputs are equal, else the place, the target's top-2 gap there, how far the other output's token
+    lies behind the best (None where one output just ends), and whether that is within the limit: a tie. The verdict is
+    the caller's."""
     if plain == other:
         return None
     at = next((i for i, (a, b) in enumerate(zip(plain, other)) if a != b), min(len(plain), len(other)))
@@ -24,8 +25,9 @@ def first_difference(target, prompt: list[int], plain: list[int], other: list[in
     best = logits.topk(2).values
     gap = float(best[0] - best[1])
     limit = TIE_FP32 if target.dtype in (torch.float32, torch.float64) else 4 * spacing(float(best[0]), target.dtype)
-    same_length = at < min(len(plain), len(other))
-    return {"at": at, "gap": gap, "limit": limit, "tie": same_length and float(best[0] - logits[other[at]]) <= limit}
+    behind = float(best[0] - logits[other[at]]) if at < min(len(plain), len(other)) else None
+    tie = behind is not None and behind <= limit
+    return {"at": at, "gap": gap, "behind": behind, "limit": limit, "tie": tie}
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:

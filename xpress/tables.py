@@ -282,6 +282,7 @@ def lossless_lines(cell: dict) -> list[str]:
         for d in found:
             turn = f", turn {d['turn']}" if d.get("turn") is not None else ""
             gap, limit = ("?" if d.get(key) is None else f"{d[key]:.2e}" for key in ("gap", "limit"))
+            gap += "" if d.get("behind") is None else f", its token {d['behind']:.2e} behind"
             kind = "tie" if d.get("tie") else "FAILURE"
             lines.append(f"  {kind}: {d.get('prompt')}{turn}, token {d.get('at')}: gap {gap}, limit {limit}")
     return [f"{said}: {', '.join(names)}" for said, names in equal.items()] + lines
