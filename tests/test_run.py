@@ -487,11 +487,13 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(script):
     assert straight.returncode == 0, printed[1]
     out, moments, resume = script.folder / "killed", random.Random(3), []
     for number in [signal.SIGKILL] * 3 + [signal.SIGTERM]:
-        before = state.newest(out)
-        run = script.start("killed", *resume)
-        while state.newest(out) == before and run.poll() is None:
-            time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.3))
+        run, before, seen = script.start("killed", *resume), state.newest(out), []
+        while len(seen) < 2 and run.poll() is None:
+            if (now := state.newest(out)) not in (before, *[folder for folder, _ in seen]):
+                seen.append((now, time.perf_counter()))
+            time.sleep(0.002)
+        # In steps, not seconds: a fast machine would be through with its thirty before a fixed wait is over.
+        time.sleep(moments.uniform(0, 2) * (seen[1][1] - seen[0][1]) if len(seen) == 2 else 0)
         run.send_signal(number)
         _, said = run.communicate(timeout=120)
         assert run.returncode == (130 if number == signal.SIGTERM else -number), said
