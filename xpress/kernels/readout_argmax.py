@@ -1,0 +1,253 @@
+"""argmax over the vocabulary of base + z·Wᵀ, without writing the logits: the reference and the Triton kernel.
+
+What "the argmax" means: ℓ = float32(base) + z·w summed in fp32, not rounded before the comparison (fp64 inputs stay
+fp64 in the reference); the lowest original id on equality; −0 = +0; NaN never wins, not even against −inf. In a row of
+NaN only no id wins: it gets the lowest original id, and `values(keys)` is NaN there and nowhere else.
+
+A row's answer is one int64 key, so that maxima of tiles combine by an integer maximum and the next kernel reads one
+number: high word the fp32 value as an integer of the same order (NaN −2³¹, below −inf), low word 2³¹ − 1 − id.
+
+Rounding: two ways of summing z·w differ by at most 2γ·Σ|z_r·w_r| with γ = (R + 2)u/(1 − (R + 2)u), u = 2⁻²⁴, plus
+u·|ℓ| of the final sum. Two implementations may name different ids only where both logits lie within that.
+
+Time on a GPU, a prediction: the readout is read once, V·R·2 bytes in bf16 (78 MB at V 151936, R 256: 18 µs at
+4.3 TB/s), base rows once (4.6 MB, 1 µs), nothing else that grows with V. Products are 1.2 Gflop for 15 rows, far from
+the limit. So programs tile V alone, all rows of a block together, and each keeps STAGES tiles of 32 KB under way.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from xpress.sampling import argmax
+
+UNSET = -(2**63)  # a key that no row has: below all, names the impossible id 2³¹ − 1
+_LAST_ID, _NAN = 2**31 - 1, -(2**31)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def pack(values: Tensor, ids: Tensor) -> Tensor:
+    """Values (read as fp32) and ids (int64, below 2³¹) -> keys, any shape."""
+    values = values.float()
+    bits = values.where(values != 0, values.new_zeros(())).view(torch.int32).long()
+    order = torch.where(values.isnan(), _NAN, bits ^ ((bits >> 31) & _LAST_ID))
+    return (order << 32) | (_LAST_ID - ids)
+
+
+def unpack(keys: Tensor) -> Tensor:
+    """Keys -> ids (int64)."""
+    return _LAST_ID - (keys & _LAST_ID)
+
+
+def values(keys: Tensor) -> Tensor:
+    """Keys -> the winning logits (fp32), NaN where the row held nothing but NaN."""
+    order = keys >> 32
+    bits = (order ^ ((order >> 31) & _LAST_ID)).int().view(torch.float32)
+    return bits.masked_fill(order == _NAN, float("nan"))
+
+
+class Rows:
+    """The checked arguments of a readout as blocks: base [N,G,V], latent [N,G,R]; two dimensions are one block."""
+
+    def __init__(self, base, latent, weight, ids, first_row, active, keys):
+        if base.dim() == 2:
+            base, latent = base[None], latent[None]
+            keys = None if keys is None else keys[None]
+        want = (*base.shape[:2], *weight.shape[1:]), (*base.shape[:2], *weight.shape[:1])
+        if base.dim() != 3 or (latent.shape, base.shape) != want:
+            raise ValueError(
+                f"base {tuple(base.shape)}, latent {tuple(latent.shape)}, weight {tuple(weight.shape)}: "
+                "want [N,G,V], [N,G,R] and [V,R]"
+            )
+        N, G, V = base.shape
+        if not 0 < V < 2**31:
+            raise ValueError(f"a vocabulary of {V} ids: ids must fit 31 bits and there must be one")
+        if ids is not None and (ids.shape != (V,) or ids.dtype != torch.long):
+            raise ValueError(f"ids {tuple(ids.shape)} {ids.dtype}: want one int64 original id for each of {V} rows")
+        if not 0 <= first_row <= G:
+            raise ValueError(f"first_row={first_row}: rows run from 0 to {G}")
+        if keys is None and (first_row or active is not None):
+            raise ValueError("rows can be left out only with keys=: they keep the token that stands there")
+        if keys is not None and (keys.shape != (N, G) or keys.dtype != torch.long or not keys.is_contiguous()):
+            raise ValueError(f"keys {tuple(keys.shape)} {keys.dtype}: want contiguous int64 [{N},{G}]")
+        if active is not None and active.shape != (N,):
+            raise ValueError(f"active {tuple(active.shape)}: want one flag for each of {N} blocks")
+        self.base, self.latent, self.weight, self.ids = base, latent, weight, ids
+        self.first, self.active = first_row, active
+        self.N, self.G, self.V, self.R = N, G, V, weight.shape[1]
+        self.keys = base.new_full((N, G), UNSET, dtype=torch.long) if keys is None else keys
+
+    def chunks(self):
+        """Yields (first id, ℓ [n,G−first,·]) for the blocks that are open; a chunk of the readout stays in the cache."""
+        dtype = torch.promote_types(torch.promote_types(self.base.dtype, self.weight.dtype), torch.float32)
+        dtype = torch.promote_types(dtype, self.latent.dtype)
+        latent = self.latent[self.open(), self.first :].to(dtype)
+        size = max(256, 2**19 // max(self.R, latent.shape[:2].numel()))
+        for start in range(0, self.V, size):
+            weight = self.weight[start : start + size].to(dtype)
+            base = self.base[self.open(), self.first :, start : start + size]
+            yield start, (latent.flatten(0, 1) @ weight.T).unflatten(0, latent.shape[:2]) + base.to(dtype)
+
+    def open(self):
+        """Index of the blocks that are still open."""
+        return slice(None) if self.active is None else self.active.bool()
+
+    def names(self, start: int, stop: int) -> Tensor:
+        """Original ids of kernel rows."""
+        return torch.arange(start, stop, device=self.base.device) if self.ids is None else self.ids[start:stop]
+
+
+def best_keys(logits: Tensor, names: Tensor) -> Tensor:
+    """ℓ [...,V], original ids [V] -> keys [...] by the rule, with no care for speed."""
+    bad = logits.isnan()
+    top = logits.masked_fill(bad, float("-inf")).amax(-1, keepdim=True)
+    wins = (logits == top) | bad.all(-1, keepdim=True)  # −inf may be the maximum: NaN is not equal to it
+    ids = names.where(wins, _LAST_ID).amin(-1)
+    return pack(top[..., 0].masked_fill(bad.all(-1), float("nan")), ids)
+
+
+def readout_argmax_ref(
+    base: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    ids: Tensor | None = None,
+    *,
+    first_row: int = 0,
+    active: Tensor | None = None,
+    keys: Tensor | None = None,
+    reset: bool = True,
+    tile: int | None = None,
+) -> Tensor:
+    """Token ids [N,G] of argmax over v of float32(base) + latent·weight[v].
+
+    base [N,G,V] (any strides), latent [N,G,R], weight [V,R]; or [rows,V] and [rows,R] -> [rows]. ids [V]: original id
+    of each row of `weight`, where the rows are stored in another order or belong to a reduced vocabulary; distinct.
+    Rows before `first_row` and blocks with active [N] = 0 are not computed: they keep what stands in `keys` [N,G],
+    which takes the packed answers of the others (None: a new tensor). `reset` and `tile` matter to the kernel alone.
+    Raises ValueError for shapes that do not fit.
+    """
+    rows = Rows(base, latent, weight, ids, first_row, active, keys)
+    best = place = None
+    for start, logits in rows.chunks():
+        if best is None:
+            best = logits.new_full(logits.shape[:2], float("-inf"))
+            place = torch.full_like(best, _LAST_ID, dtype=torch.long)
+        top = logits.amax(-1)
+        if top.isnan().any():
+            return _careful(rows, base.dim())
+        better = top > best
+        if rows.ids is not None:
+            better |= top == best  # a later row of the readout may be the lower id
+        if better.any():  # seldom after the first chunks, so the place is looked up for the few rows that moved
+            moved, names = logits[better], rows.names(start, start + logits.shape[-1])
+            if rows.ids is None:
+                found = start + argmax(moved)
+            else:
+                found = names.where(moved == moved.amax(-1, keepdim=True), _LAST_ID).amin(-1)
+            tied = top[better] == best[better]
+            place[better] = torch.where(tied, torch.minimum(found, place[better]), found)
+            best[better] = top[better]
+    if (best == float("-inf")).any():  # nothing was ever larger than the start
+        return _careful(rows, base.dim())
+    _put(rows, pack(best, place))
+    return _ids(rows, base.dim())
+
+
+def _careful(rows: Rows, dims: int) -> Tensor:
+    """The whole once more where NaN or rows of −inf turn up."""
+    found = None
+    for start, logits in rows.chunks():
+        keys = best_keys(logits, rows.names(start, start + logits.shape[-1]))
+        found = keys if found is None else torch.maximum(found, keys)
+    _put(rows, found)
+    return _ids(rows, dims)
+
+
+def _put(rows: Rows, keys: Tensor):
+    """Packed answers of the open rows into rows.keys."""
+    if rows.active is None:
+        rows.keys[:, rows.first :] = keys
+    else:
+        rows.keys[:, rows.first :] = rows.keys[:, rows.first :].index_put((rows.active.bool(),), keys)
+
+
+def _ids(rows: Rows, dims: int) -> Tensor:
+    return unpack(rows.keys if dims == 3 else rows.keys[0])
+
+
+def readout_argmax(
+    base: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    ids: Tensor | None = None,
+    *,
+    first_row: int = 0,
+    active: Tensor | None = None,
+    keys: Tensor | None = None,
+    reset: bool = True,
+    tile: int | None = None,
+) -> Tensor:
+    """The same on a GPU. reset=False: `keys` of the rows to compute already hold UNSET (refiner_latent sees to it in a
+    graph, which saves a launch). tile: ids that a program reads at a time (None: chosen by size)."""
+    rows = Rows(base, latent, weight, ids, first_row, active, keys)
+    if keys is not None and reset:
+        kept = torch.full_like(rows.keys[:, first_row:], UNSET)
+        if active is not None:
+            kept = torch.where(active.bool()[:, None], kept, rows.keys[:, first_row:])
+        rows.keys[:, first_row:] = kept
+    count = rows.N * (rows.G - first_row)
+    if count:
+        from xpress.kernels.readout_tiles import argmax_kernel
+
+        arguments, shape = launch(rows, count, tile)
+        with on_device(base):
+            argmax_kernel[shape.pop("grid")](
+                *arguments[:3],
+                rows.ids if rows.ids is not None else rows.keys,
+                rows.keys,
+                rows.active if rows.active is not None else rows.keys,
+                *arguments[3:],
+                **shape,
+            )
+    return _ids(rows, base.dim())
+
+
+def launch(rows: Rows, count: int, tile: int | None = None) -> tuple[list, dict]:
+    """Checked rows -> (base, latent, weight, sizes and strides; grid and compile-time settings) of the tile kernels."""
+    weight, base = rows.weight, rows.base
+    R = rows.R
+    if R & (R - 1) or not 16 <= R <= 256 or weight.stride(1) != 1:
+        raise ValueError(f"rank R = {R} with stride {weight.stride(1)}: the kernels take a power of two, 16 to 256, packed")
+    if not {base.dtype, rows.latent.dtype, weight.dtype} <= set(_FLOATS):
+        raise ValueError(f"base {base.dtype}, latent {rows.latent.dtype}, weight {weight.dtype}: the kernels take {_FLOATS}")
+    latent = rows.latent.to(torch.promote_types(rows.latent.dtype, weight.dtype))
+    latent = latent if latent.stride(2) == 1 else latent.contiguous()
+    block_m = 16 if count <= 16 else 32 if count <= 32 else 64
+    block_v = tile or max(32, min(256, 2**15 // (R * latent.element_size())))
+    tiles = -(-rows.V // block_v)
+    settings = {
+        "grid": (-(-count // block_m), min(tiles, programs(base.device, block_m))),
+        **{"R": R, "BLOCK_M": block_m, "BLOCK_V": block_v, "STAGES": 3, "num_warps": 4},
+        **{"MAPPED": rows.ids is not None, "MASKED": rows.active is not None},
+    }
+    sizes = [rows.V, count, rows.G, rows.first, *base.stride(), *latent.stride()[:2], weight.stride(0)]
+    return [base, latent, weight, *sizes], settings
+
+
+@cache
+def programs(device: torch.device, block_m: int = 16) -> int:
+    """Programs that fill the device: with 16 rows two fit on one multiprocessor (3 stages of 32 KB and the latents).
+    Under the interpreter a few, so that their answers have to be combined."""
+    if device.type != "cuda":
+        return 3
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return count * (2 if block_m <= 16 else 1)
+
+
+def on_device(tensor: Tensor):
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
