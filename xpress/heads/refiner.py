@@ -158,7 +158,7 @@ class FoldedRefiner(_Mixed):
         anchor) or (anchor) that open prev_ids."""
         x = at_least_fp32(prepared).clone()
         x[:, : known_ids.shape[1]] += F.embedding(known_ids, self.table)
-        return torch.einsum("rkj,njr->nkr", at_least_fp32(self.mix), x) if self.use_mixer else x
+        return torch.einsum("rkj,njr->nkr", at_least_fp32(self.mix), x).contiguous() if self.use_mixer else x
 
     def weights(self) -> Folded:
         """What a pass needs beside C, as xpress.kernels.refiner_latent takes it."""

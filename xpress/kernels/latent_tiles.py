@@ -5,13 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from xpress.kernels.readout_tiles import LOWEST, dot, unpack_ids
+from xpress.kernels.readout_tiles import LOWEST, dot, narrow, unpack_ids
 
 
 @triton.jit
-def token(draft, place, PACKED: tl.constexpr, mask=None):
-    """Target id at a place of the draft, given as keys or as ids."""
-    value = tl.load(draft + place, mask=mask, other=0)
+def token(value, PACKED: tl.constexpr):
+    """Target id of what the draft holds, keys or ids."""
     if PACKED:
         value = unpack_ids(value).to(tl.int64)
     return value
@@ -27,13 +26,13 @@ def mixed(constant, table, mix, draft, n, G, c_n, c_b, t_v, m_c, m_k, m_j, R: tl
     u = tl.load(constant + n * c_n + slot[:, None] * c_b + c[None, :], mask=(g < G)[:, None], other=0.0).to(tl.float32)
     if MIXER:
         for j in tl.range(KNOWN, KNOWN - 1 + G, loop_unroll_factor=4):
-            e = tl.load(table + token(draft, n * G + j - KNOWN, PACKED) * t_v + c).to(tl.float32)
+            e = tl.load(table + token(tl.load(draft + n * G + j - KNOWN), PACKED) * t_v + c).to(tl.float32)
             later = (slot >= j) & (g < G)
             m = tl.load(mix + (slot * m_k + j * m_j)[:, None] + (c * m_c)[None, :], mask=later[:, None], other=0.0)
             u += m.to(tl.float32) * e[None, :]
     else:
         drafted = (g > 0) & (g < G)
-        ids = token(draft, n * G + g - 1, PACKED, drafted)
+        ids = token(tl.load(draft + n * G + g - 1, mask=drafted, other=0), PACKED)
         u += tl.load(table + (ids * t_v)[:, None] + c[None, :], mask=drafted[:, None], other=0.0).to(tl.float32)
     return u
 
@@ -99,10 +98,10 @@ def latent_kernel(
     finish = True
     if MLP:
         h = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-        x = u.to(gate.dtype.element_ty)
+        x = narrow(u, gate.dtype.element_ty)
         a = dot(x, tl.load(gate + h[None, :] * gate_h + c[:, None]))
         b = dot(x, tl.load(up + h[None, :] * up_h + c[:, None]))
-        hidden = (a / (1 + tl.exp(-a)) * b).to(gate.dtype.element_ty)
+        hidden = narrow(a / (1 + tl.exp(-a)) * b, gate.dtype.element_ty)
         part = dot(hidden, tl.load(down + c[None, :] * down_r + h[:, None]))
         chunks = tl.num_programs(0)
         own = partial + n * chunks * ROWS * R + (g[:, None] * R + c[None, :])
@@ -115,7 +114,7 @@ def latent_kernel(
             tl.store(arrived + n, 0)
     if finish:
         new = (g >= first) & (g < G)
-        tl.store(out + row[:, None] * R + c[None, :], z.to(out.dtype.element_ty), mask=new[:, None])
+        tl.store(out + row[:, None] * R + c[None, :], narrow(z, out.dtype.element_ty), mask=new[:, None])
         if PREPARE:
             kept = tl.load(draft + row, mask=g < first, other=LOWEST)
             tl.store(next_keys + row, kept, mask=g < G)

@@ -232,6 +232,7 @@ def launch(rows: Rows, count: int, tile: int | None = None) -> tuple[list, dict]
     settings = {
         "grid": (-(-count // block_m), min(tiles, programs(base.device, block_m))),
         **{"R": R, "BLOCK_M": block_m, "BLOCK_V": block_v, "STAGES": 3, "num_warps": 4},
+        "enable_fp_fusion": False,  # ℓ/T is rounded before Γ is added, as in the reference; products are fused anyway
         **{"MAPPED": rows.ids is not None, "MASKED": rows.active is not None},
     }
     sizes = [rows.V, count, rows.G, rows.first, *base.stride(), *latent.stride()[:2], weight.stride(0)]

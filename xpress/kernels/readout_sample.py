@@ -125,6 +125,7 @@ def readout_sample(
                 PROGRAMS=1 << (grid[1] - 1).bit_length(),
                 MASKED=shape["MASKED"],
                 num_warps=1,
+                enable_fp_fusion=False,
             )
     return Drawn(unpack(keys), logit, lse)
 
@@ -152,6 +153,6 @@ def q_row(base: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
             logits_kernel[shape["grid"]](
                 *(base, latent, weight, out, rows.V, rows.G),
                 *(base.stride(1), base.stride(2), latent.stride(1), weight.stride(0)),
-                **{name: shape[name] for name in ("R", "BLOCK_M", "BLOCK_V", "STAGES", "num_warps")},
+                **{name: shape[name] for name in ("R", "BLOCK_M", "BLOCK_V", "STAGES", "num_warps", "enable_fp_fusion")},
             )
     return out[0] if one else out

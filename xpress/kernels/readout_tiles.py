@@ -25,6 +25,16 @@ def dot(a, b):
 
 
 @triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """fp32 to the nearest of dtype. The interpreter cuts bf16 off instead, so its last bits are rounded away first."""
+    if INTERPRETED:
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.int32, bitcast=True)
+            x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def pack(value, ids):
     """fp32 values and int32 ids -> int64 keys: the larger value first, then the lower id; NaN below −inf; −0 = +0."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)

@@ -145,6 +145,7 @@ def refiner_latent(
             MASKED=active is not None,
             COUNTED=passes is not None,
             num_warps=8 if R >= 128 else 4,
+            enable_fp_fusion=False,
         )
     return out
 
