@@ -82,15 +82,23 @@ class Rows:
         self.keys = base.new_full((N, G), UNSET, dtype=torch.long) if keys is None else keys
 
     def chunks(self):
-        """Yields (first id, ℓ [n,G−first,·]) for the blocks that are open; a chunk of the readout stays in the cache."""
-        dtype = torch.promote_types(torch.promote_types(self.base.dtype, self.weight.dtype), torch.float32)
+        """Yields (first id, ℓ [n,G−first,·]) of the open blocks, each in the same memory as the last: a chunk stays in the
+        cache, and nothing is allocated on the way."""
+        open_, weight = self.open(), self.weight
+        dtype = torch.promote_types(torch.promote_types(self.base.dtype, weight.dtype), torch.float32)
         dtype = torch.promote_types(dtype, self.latent.dtype)
-        latent = self.latent[self.open(), self.first :].to(dtype)
-        size = max(256, 2**19 // max(self.R, latent.shape[:2].numel()))
+        latent = self.latent[open_, self.first :].to(dtype)
+        shape, latent = latent.shape[:2], latent.flatten(0, 1)
+        size = min(self.V, max(256, 2**19 // max(self.R, len(latent), 128)))
+        memory = latent.new_empty(len(latent) * size)
+        wide = None if weight.dtype == dtype else weight.new_empty(size, self.R, dtype=dtype)
         for start in range(0, self.V, size):
-            weight = self.weight[start : start + size].to(dtype)
-            base = self.base[self.open(), self.first :, start : start + size]
-            yield start, (latent.flatten(0, 1) @ weight.T).unflatten(0, latent.shape[:2]) + base.to(dtype)
+            part = weight[start : start + size]
+            part = part if wide is None else wide[: len(part)].copy_(part)
+            logits = memory[: len(latent) * len(part)].view(len(latent), len(part))
+            torch.mm(latent, part.T, out=logits)
+            logits = logits.view(*shape, len(part))
+            yield start, logits.add_(self.base[open_, self.first :, start : start + size])
 
     def open(self):
         """Index of the blocks that are still open."""
@@ -110,6 +118,7 @@ def best_keys(logits: Tensor, names: Tensor) -> Tensor:
     return pack(top[..., 0].masked_fill(bad.all(-1), float("nan")), ids)
 
 
+@torch.no_grad()
 def readout_argmax_ref(
     base: Tensor,
     latent: Tensor,
@@ -131,40 +140,37 @@ def readout_argmax_ref(
     Raises ValueError for shapes that do not fit.
     """
     rows = Rows(base, latent, weight, ids, first_row, active, keys)
-    best = place = None
-    for start, logits in rows.chunks():
-        if best is None:
-            best = logits.new_full(logits.shape[:2], float("-inf"))
-            place = torch.full_like(best, _LAST_ID, dtype=torch.long)
-        top = logits.amax(-1)
-        if top.isnan().any():
-            return _careful(rows, base.dim())
-        better = top > best
-        if rows.ids is not None:
-            better |= top == best  # a later row of the readout may be the lower id
-        if better.any():  # seldom after the first chunks, so the place is looked up for the few rows that moved
-            moved, names = logits[better], rows.names(start, start + logits.shape[-1])
-            if rows.ids is None:
-                found = start + argmax(moved)
-            else:
-                found = names.where(moved == moved.amax(-1, keepdim=True), _LAST_ID).amin(-1)
-            tied = top[better] == best[better]
-            place[better] = torch.where(tied, torch.minimum(found, place[better]), found)
-            best[better] = top[better]
-    if (best == float("-inf")).any():  # nothing was ever larger than the start
-        return _careful(rows, base.dim())
-    _put(rows, pack(best, place))
+    ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
+    top, found = _quick(rows) if ascending and not base.is_cuda else (None, None)
+    if found is None:
+        _put(rows, _careful(rows))
+    elif keys is None:
+        return found if base.dim() == 3 else found[0]
+    else:
+        _put(rows, pack(top, found))
     return _ids(rows, base.dim())
 
 
-def _careful(rows: Rows, dims: int) -> Tensor:
-    """The whole once more where NaN or rows of −inf turn up."""
-    found = None
+def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
+    """Best values and ids of the open rows, where the rows of the readout are in order of ids; no ids if there is NaN."""
+    tops, places = [], []
     for start, logits in rows.chunks():
-        keys = best_keys(logits, rows.names(start, start + logits.shape[-1]))
-        found = keys if found is None else torch.maximum(found, keys)
-    _put(rows, found)
-    return _ids(rows, dims)
+        top, place = logits.max(-1)  # on the CPU the first of equal values, and NaN where there is one
+        tops.append(top)
+        places.append(place + start if start else place)
+    if len(tops) > 1:
+        tops, places = torch.stack(tops, -1), torch.stack(places, -1)
+        chunk = argmax(tops)[..., None]
+        top, place = tops.gather(-1, chunk)[..., 0], places.gather(-1, chunk)[..., 0]
+    if top.isnan().any():
+        return top, None
+    return top, place if rows.ids is None else rows.ids[place]
+
+
+def _careful(rows: Rows) -> Tensor:
+    """Keys of the open rows where anything may happen: ids in any order, NaN."""
+    keys = [best_keys(logits, rows.names(start, start + logits.shape[-1])) for start, logits in rows.chunks()]
+    return torch.stack(keys).amax(0)
 
 
 def _put(rows: Rows, keys: Tensor):
@@ -221,9 +227,10 @@ def launch(rows: Rows, count: int, tile: int | None = None) -> tuple[list, dict]
     weight, base = rows.weight, rows.base
     R = rows.R
     if R & (R - 1) or not 16 <= R <= 256 or weight.stride(1) != 1:
-        raise ValueError(f"rank R = {R} with stride {weight.stride(1)}: the kernels take a power of two, 16 to 256, packed")
-    if not {base.dtype, rows.latent.dtype, weight.dtype} <= set(_FLOATS):
-        raise ValueError(f"base {base.dtype}, latent {rows.latent.dtype}, weight {weight.dtype}: the kernels take {_FLOATS}")
+        raise ValueError(f"rank R = {R}, stride {weight.stride(1)}: the kernels take a power of two, 16 to 256, packed")
+    kinds = base.dtype, rows.latent.dtype, weight.dtype
+    if not set(kinds) <= set(_FLOATS):
+        raise ValueError(f"base, latent, weight of {kinds}: the kernels take {_FLOATS}")
     latent = rows.latent.to(torch.promote_types(rows.latent.dtype, weight.dtype))
     latent = latent if latent.stride(2) == 1 else latent.contiguous()
     block_m = 16 if count <= 16 else 32 if count <= 32 else 64

@@ -46,6 +46,7 @@ def _checked(base, latent, weight, ids, address, temperature, first_row, active,
     return Rows(base, latent, weight, ids, first_row, active, state[0]), state
 
 
+@torch.no_grad()
 def readout_sample_ref(
     base: Tensor,
     latent: Tensor,
@@ -130,13 +131,14 @@ def readout_sample(
     return Drawn(unpack(keys), logit, lse)
 
 
+@torch.no_grad()
 def q_row_ref(base: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
     """ℓ in fp32 of single rows, in kernel order: base [V] or [rows,V], latent [R] or [rows,R] -> as base.
 
     softmax(q_row(…)/T) is the q that a token was drawn from, given the latent of the pass that drew it."""
     one = base.dim() == 1
     rows = Rows(base[None] if one else base, latent[None] if one else latent, weight, None, 0, None, None)
-    logits = torch.cat([logits for _, logits in rows.chunks()], -1)[0]
+    logits = torch.cat([logits.clone() for _, logits in rows.chunks()], -1)[0]
     return logits[0] if one else logits
 
 
@@ -153,6 +155,8 @@ def q_row(base: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
             logits_kernel[shape["grid"]](
                 *(base, latent, weight, out, rows.V, rows.G),
                 *(base.stride(1), base.stride(2), latent.stride(1), weight.stride(0)),
-                **{name: shape[name] for name in ("R", "BLOCK_M", "BLOCK_V", "STAGES", "num_warps", "enable_fp_fusion")},
+                **{
+                    name: shape[name] for name in ("R", "BLOCK_M", "BLOCK_V", "STAGES", "num_warps", "enable_fp_fusion")
+                },
             )
     return out[0] if one else out

@@ -208,7 +208,7 @@ def combine_kernel(
     PROGRAMS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One row a program: the best of the partial keys, always in the same order, so that a rerun gives the same bits."""
+    """One row a program: the best of the partial keys, in a fixed order, so that a rerun gives the same bits."""
     row = tl.program_id(0)
     n = row // (slots - first)
     if MASKED:

@@ -34,6 +34,7 @@ class Folded(NamedTuple):
     down: Tensor | None = None
 
 
+@torch.no_grad()
 def refiner_latent_ref(
     constant: Tensor,
     folded: Folded,
