@@ -25,7 +25,7 @@ from xpress.kernels import Folded, pack, q_row, readout_argmax, readout_sample, 
 from xpress.kernels.readout_argmax import best_keys, programs
 from xpress.kernels.readout_sample import empty
 from xpress.refine import refine
-from xpress.sampling import DRAFT, Noise
+from xpress.sampling import DRAFT, GREEDY, Noise, Sampling
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -197,23 +197,52 @@ def test_latents_of_a_pass_are_the_folded_heads(layout, off):
 
 
 def solve(block, folded, passes, noise=None):
-    """Jacobi passes as a graph runs them: two buffers of keys, one latent and one readout kernel a pass."""
+    """Jacobi passes as a graph runs them: two buffers of keys, one latent and one readout kernel a pass -> ids, passes,
+    log q of each token."""
     N, G, known = len(block), block.num_draft, block.layout.num_known
-    base, weights, readout = block.base_logits(), folded.weights(), folded.readout.weight.detach()
-    zero = torch.zeros(N, G, readout.shape[1], dtype=readout.dtype, device=base.device)
-    keys = [torch.full((N, G), kernels.UNSET, device=base.device) for _ in range(2)]
+    base, weights, weight = block.base_logits(), folded.weights(), folded.readout.weight.detach()
+    z = torch.zeros(N, G, weight.shape[1], dtype=weight.dtype, device=base.device)
     active, used = torch.ones(2, N, dtype=torch.int32, device=base.device)
     used.zero_()
-    readout_argmax(base, zero, readout, block.draft_ids, keys=keys[0])
-    start = block.prev_ids(unpack(keys[0]))[:, :known]
-    constant, z = folded.constant(folded.prepare(block.hidden), start), zero
+    keys, *row = empty(N, G, base.device)
+    keys = [keys, keys.clone()]
+
+    def choose(out, **rest):
+        if noise is None:
+            readout_argmax(base, z, weight, block.draft_ids, keys=out, reset=not rest, packed=True, **rest)
+        else:
+            how = dict(address=noise.address(DRAFT, base.device), temperature=0.8, state=(out, *row))
+            readout_sample(base, z, weight, block.draft_ids, packed=True, **how, **rest)
+
+    choose(keys[0])
+    constant = folded.constant(folded.prepare(block.hidden), block.prev_ids(unpack(keys[0]))[:, :known])
     flags = active if passes == "auto" else None
     for p in range(G if passes == "auto" else passes):
         rest = dict(first_row=min(p, G), active=flags)
         refiner_latent(constant, weights, keys[0], known, out=z, packed=True, next_keys=keys[1], passes=used, **rest)
-        readout_argmax(base, z, readout, block.draft_ids, keys=keys[1], reset=False, **rest)
+        choose(keys[1], **rest)
         keys.reverse()
-    return unpack(keys[0]), used
+    return unpack(keys[0]), used, row[0] - row[1]
+
+
+def assert_solves(block, folded, passes, device="cpu"):
+    """Tokens, passes and q of the library's solver, greedy and sampled."""
+    there = block_to(block, device), folded.to(device)
+    for noise, sampling in ((None, GREEDY), (Noise((5, 6, 7), round=2), Sampling(0.8))):
+        want = refine(*(folded.cpu(), block, passes), sampling, noise)
+        ids, used, log_q = (part.cpu() for part in solve(there[0], there[1].to(device), passes, noise))
+        assert ids.equal(want.ids) and used.tolist() == want.passes.tolist()
+        if noise is not None:
+            drawn = want.q().log().gather(-1, ids[..., None])[..., 0]
+            assert torch.allclose(log_q.double(), drawn.double(), atol=1e-4)
+
+
+def block_to(block, device):
+    """A block whose base logits were computed once, on the CPU."""
+    base = block.readout(block.hidden).to(device)
+    moved = {name: getattr(block, name).to(device) for name in ("hidden", "anchor", "before")}
+    drafts = None if block.draft_ids is None else block.draft_ids.to(device)
+    return dataclasses.replace(block, **moved, draft_ids=drafts, readout=lambda _: block.rows(base))
 
 
 def solver_case(layout, rank=16, drafts=None, dtype=fp32):
@@ -228,10 +257,7 @@ def solver_case(layout, rank=16, drafts=None, dtype=fp32):
 @pytest.mark.parametrize("passes", [0, 1, 3, 6, "auto"])
 def test_passes_over_two_buffers_are_jacobi(layout, passes):
     for drafts in (None, torch.arange(0, V, 3)):
-        block, folded = solver_case(layout, drafts=drafts, dtype=torch.float64)
-        ids, used = solve(block, folded, passes)
-        want = refine(folded, block, passes)
-        assert ids.equal(want.ids) and used.tolist() == want.passes.tolist()
+        assert_solves(*solver_case(layout, drafts=drafts, dtype=torch.float64), passes)
 
 
 def test_reference_draws_what_the_solver_draws():
@@ -244,6 +270,22 @@ def test_reference_draws_what_the_solver_draws():
     assert drawn.ids[0].equal(names[want.argmax(-1)])
     assert torch.allclose(drawn.logit[0], tempered.gather(-1, want.argmax(-1, keepdim=True))[:, 0])
     assert torch.allclose(drawn.lse[0], tempered.logsumexp(-1))
+
+
+@pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=on_triton)])
+def test_rows_left_out_keep_their_keys(name):
+    with kernels.use(name):
+        base, latent, weight = rows(3, 7, 97, 16, whole=True)
+        keys = torch.zeros(3, 7, dtype=torch.long, device=DEVICE)
+        readout_argmax(base, latent, weight, keys=keys)
+        before, lower = keys.clone(), base - 1000  # a key that was not reset would stay
+        active = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
+        ids = readout_argmax(lower, latent, weight, keys=keys, first_row=2, active=active)
+        fresh = best_keys(lower + latent @ weight.T, torch.arange(97, device=DEVICE))
+        open_ = torch.zeros(3, 7, dtype=torch.bool, device=DEVICE)
+        open_[::2, 2:] = True
+        assert keys.equal(torch.where(open_, fresh, before)) and ids.equal(unpack(keys))
+        assert readout_argmax(base, latent, weight, keys=keys, first_row=7).equal(ids)
 
 
 # ---- Triton against the references
@@ -311,21 +353,6 @@ def test_lowest_original_id_wins_a_tie(triton, tile):
     keys = torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
     ids = readout_argmax(base, latent, weight, order, keys=keys, tile=tile)
     assert keys.equal(best_keys(base + latent @ weight.T, order)) and ids.equal(unpack(keys))
-
-
-@on_triton
-def test_rows_left_out_keep_their_keys(triton):
-    base, latent, weight = rows(3, 7, 97, 16, whole=True)
-    keys = torch.zeros(3, 7, dtype=torch.long, device=DEVICE)
-    readout_argmax(base, latent, weight, keys=keys)
-    before, lower = keys.clone(), base - 1000  # a key that was not reset would stay
-    active = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
-    ids = readout_argmax(lower, latent, weight, keys=keys, first_row=2, active=active)
-    fresh = best_keys(lower + latent @ weight.T, torch.arange(97, device=DEVICE))
-    open_ = torch.zeros(3, 7, dtype=torch.bool, device=DEVICE)
-    open_[::2, 2:] = True
-    assert keys.equal(torch.where(open_, fresh, before)) and ids.equal(unpack(keys))
-    assert readout_argmax(base, latent, weight, keys=keys, first_row=7).equal(ids)
 
 
 @on_triton
@@ -426,23 +453,9 @@ def test_a_blocks_latents_do_not_depend_on_its_neighbours(triton):
 @pytest.mark.parametrize("layout", ["infill", "next"])
 @pytest.mark.parametrize("passes", [1, 3, "auto"])
 def test_passes_of_kernels_are_jacobi(triton, layout, passes):
-    """Tokens and passes of the solver, with settled blocks and rows left out, and through a reduced vocabulary."""
+    """With settled blocks and rows left out, and through a reduced vocabulary."""
     for drafts in (None, torch.arange(0, V, 3)):
-        block, folded = solver_case(layout, drafts=drafts)
-        with kernels.use("reference"):
-            want = refine(folded, block, passes)
-        block, folded = block_to(block, DEVICE), folded.to(DEVICE)
-        ids, used = solve(block, folded, passes)
-        assert ids.cpu().equal(want.ids) and used.tolist() == want.passes.tolist()
-
-
-def block_to(block, device):
-    base = block.readout(block.hidden).to(device)
-    moved = {name: getattr(block, name).to(device) for name in ("hidden", "anchor", "before")}
-    drafts = None if block.draft_ids is None else block.draft_ids.to(device)
-    first = block.layout.first_slot
-    readout = lambda _: base[:, first : first + block.num_draft]  # noqa: E731
-    return dataclasses.replace(block, **moved, draft_ids=drafts, readout=readout)
+        assert_solves(*solver_case(layout, drafts=drafts), passes, DEVICE)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process under the interpreter")

@@ -66,6 +66,7 @@ def latent_kernel(
     R: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
     KNOWN: tl.constexpr,
     PACKED: tl.constexpr,
     MIXER: tl.constexpr,
@@ -97,12 +98,14 @@ def latent_kernel(
     z = u
     finish = True
     if MLP:
-        h = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
         x = narrow(u, gate.dtype.element_ty)
-        a = dot(x, tl.load(gate + h[None, :] * gate_h + c[:, None]))
-        b = dot(x, tl.load(up + h[None, :] * up_h + c[:, None]))
-        hidden = narrow(a / (1 + tl.exp(-a)) * b, gate.dtype.element_ty)
-        part = dot(hidden, tl.load(down + c[None, :] * down_r + h[:, None]))
+        part = tl.zeros([ROWS, R], tl.float32)
+        for start in tl.range(0, CHUNK, STEP):  # a few units at a time: all at once would spill registers
+            h = tl.program_id(0) * CHUNK + start + tl.arange(0, STEP)
+            a = dot(x, tl.load(gate + h[None, :] * gate_h + c[:, None]))
+            b = dot(x, tl.load(up + h[None, :] * up_h + c[:, None]))
+            hidden = narrow(a / (1 + tl.exp(-a)) * b, gate.dtype.element_ty)
+            part += dot(hidden, tl.load(down + c[None, :] * down_r + h[:, None]))
         chunks = tl.num_programs(0)
         own = partial + n * chunks * ROWS * R + (g[:, None] * R + c[None, :])
         tl.store(own + tl.program_id(0) * ROWS * R, part)

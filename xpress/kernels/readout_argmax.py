@@ -1,8 +1,9 @@
 """argmax over the vocabulary of base + z·Wᵀ, without writing the logits: the reference and the Triton kernel.
 
-What "the argmax" means: ℓ = float32(base) + z·w summed in fp32, not rounded before the comparison (fp64 inputs stay
-fp64 in the reference); the lowest original id on equality; −0 = +0; NaN never wins, not even against −inf. In a row of
-NaN only no id wins: it gets the lowest original id, and `values(keys)` is NaN there and nowhere else.
+What "the argmax" means: ℓ = float32(base) + z·w summed in fp32, not rounded before the comparison (fp64 inputs are
+compared in fp64 by the reference where the ids are in order); the lowest original id on equality; −0 = +0; NaN never
+wins, not even against −inf. In a row of NaN only no id wins: it gets the lowest original id, and `values(keys)` is NaN
+there and nowhere else.
 
 A row's answer is one int64 key, so that maxima of tiles combine by an integer maximum and the next kernel reads one
 number: high word the fp32 value as an integer of the same order (NaN −2³¹, below −inf), low word 2³¹ − 1 − id.
@@ -82,7 +83,7 @@ class Rows:
         self.keys = base.new_full((N, G), UNSET, dtype=torch.long) if keys is None else keys
 
     def chunks(self):
-        """Yields (first id, ℓ [n,G−first,·]) of the open blocks, each in the same memory as the last: a chunk stays in the
+        """Yields (first id, ℓ [n,G−first,·]) of the open blocks, each in the memory of the last: a chunk stays in the
         cache, and nothing is allocated on the way."""
         open_, weight = self.open(), self.weight
         dtype = torch.promote_types(torch.promote_types(self.base.dtype, weight.dtype), torch.float32)
@@ -129,6 +130,7 @@ def readout_argmax_ref(
     active: Tensor | None = None,
     keys: Tensor | None = None,
     reset: bool = True,
+    packed: bool = False,
     tile: int | None = None,
 ) -> Tensor:
     """Token ids [N,G] of argmax over v of float32(base) + latent·weight[v].
@@ -136,23 +138,23 @@ def readout_argmax_ref(
     base [N,G,V] (any strides), latent [N,G,R], weight [V,R]; or [rows,V] and [rows,R] -> [rows]. ids [V]: original id
     of each row of `weight`, where the rows are stored in another order or belong to a reduced vocabulary; distinct.
     Rows before `first_row` and blocks with active [N] = 0 are not computed: they keep what stands in `keys` [N,G],
-    which takes the packed answers of the others (None: a new tensor). `reset` and `tile` matter to the kernel alone.
-    Raises ValueError for shapes that do not fit.
+    which takes the packed answers of the others (None: a new tensor). packed=True returns keys, not ids. `reset` and
+    `tile` matter to the kernel alone. Raises ValueError for shapes that do not fit.
     """
     rows = Rows(base, latent, weight, ids, first_row, active, keys)
     ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
     top, found = _quick(rows) if ascending and not base.is_cuda else (None, None)
     if found is None:
         _put(rows, _careful(rows))
-    elif keys is None:
+    elif keys is None and not packed:
         return found if base.dim() == 3 else found[0]
     else:
         _put(rows, pack(top, found))
-    return _ids(rows, base.dim())
+    return _answer(rows, base.dim(), packed)
 
 
 def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """Best values and ids of the open rows, where the rows of the readout are in order of ids; no ids if there is NaN."""
+    """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN."""
     tops, places = [], []
     for start, logits in rows.chunks():
         top, place = logits.max(-1)  # on the CPU the first of equal values, and NaN where there is one
@@ -181,8 +183,9 @@ def _put(rows: Rows, keys: Tensor):
         rows.keys[:, rows.first :] = rows.keys[:, rows.first :].index_put((rows.active.bool(),), keys)
 
 
-def _ids(rows: Rows, dims: int) -> Tensor:
-    return unpack(rows.keys if dims == 3 else rows.keys[0])
+def _answer(rows: Rows, dims: int, packed: bool) -> Tensor:
+    keys = rows.keys if dims == 3 else rows.keys[0]
+    return keys if packed else unpack(keys)
 
 
 def readout_argmax(
@@ -195,10 +198,11 @@ def readout_argmax(
     active: Tensor | None = None,
     keys: Tensor | None = None,
     reset: bool = True,
+    packed: bool = False,
     tile: int | None = None,
 ) -> Tensor:
-    """The same on a GPU. reset=False: `keys` of the rows to compute already hold UNSET (refiner_latent sees to it in a
-    graph, which saves a launch). tile: ids that a program reads at a time (None: chosen by size)."""
+    """The same on a GPU. reset=False: `keys` of the rows to compute already hold UNSET (refiner_latent can see to it);
+    that and packed=True save launches in a graph. tile: ids that a program reads at a time (None: chosen by size)."""
     rows = Rows(base, latent, weight, ids, first_row, active, keys)
     if keys is not None and reset:
         kept = torch.full_like(rows.keys[:, first_row:], UNSET)
@@ -219,7 +223,7 @@ def readout_argmax(
                 *arguments[3:],
                 **shape,
             )
-    return _ids(rows, base.dim())
+    return _answer(rows, base.dim(), packed)
 
 
 def launch(rows: Rows, count: int, tile: int | None = None) -> tuple[list, dict]:
@@ -233,8 +237,10 @@ def launch(rows: Rows, count: int, tile: int | None = None) -> tuple[list, dict]
         raise ValueError(f"base, latent, weight of {kinds}: the kernels take {_FLOATS}")
     latent = rows.latent.to(torch.promote_types(rows.latent.dtype, weight.dtype))
     latent = latent if latent.stride(2) == 1 else latent.contiguous()
-    block_m = 16 if count <= 16 else 32 if count <= 32 else 64
-    block_v = tile or max(32, min(256, 2**15 // (R * latent.element_size())))
+    half = latent.element_size() == 2
+    # 32 KB of the readout a stage, and no more logits a thread than its registers hold; fp32 has no matrix unit.
+    block_m = 16 if count <= 16 or not half else 32 if count <= 32 else 64
+    block_v = tile or min(2**15 // (R * latent.element_size()), 4096 // block_m if half else 64)
     tiles = -(-rows.V // block_v)
     settings = {
         "grid": (-(-count // block_m), min(tiles, programs(base.device, block_m))),

@@ -58,12 +58,14 @@ def readout_sample_ref(
     first_row: int = 0,
     active: Tensor | None = None,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
+    packed: bool = False,
     tile: int | None = None,
 ) -> Drawn:
     """One draw a row from softmax(ℓ/T): base [N,G,V], latent [N,G,R], weight [V,R], ids [V] as in readout_argmax.
 
     address [N,2] (int64): xpress.sampling's Noise.address. state: (keys, logit, lse) of `empty`; rows before
-    `first_row` and blocks with active = 0 keep what stands there. NaN never wins; lse is NaN in a row that holds one.
+    `first_row` and blocks with active = 0 keep what stands there. packed=True: keys in the place of ids. NaN never
+    wins; lse is NaN in a row that holds one. Raises ValueError for arguments that do not fit.
     """
     rows, (keys, logit, lse) = _checked(base, latent, weight, ids, address, temperature, first_row, active, state)
     open_, slots = rows.open(), torch.arange(first_row, rows.G, device=base.device)
@@ -81,7 +83,7 @@ def readout_sample_ref(
         best, total = torch.maximum(best, found), more if total is None else torch.logaddexp(total, more)
     for out, new in zip((keys, logit, lse), (best, chosen, total)):
         out[open_, first_row:] = new.to(out.dtype)
-    return Drawn(unpack(keys), logit, lse)
+    return Drawn(keys if packed else unpack(keys), logit, lse)
 
 
 def readout_sample(
@@ -95,6 +97,7 @@ def readout_sample(
     first_row: int = 0,
     active: Tensor | None = None,
     state: tuple[Tensor, Tensor, Tensor] | None = None,
+    packed: bool = False,
     tile: int | None = None,
 ) -> Drawn:
     """The same on a GPU: partial answers of each program, then one small kernel that combines them in a fixed order."""
@@ -128,7 +131,7 @@ def readout_sample(
                 num_warps=1,
                 enable_fp_fusion=False,
             )
-    return Drawn(unpack(keys), logit, lse)
+    return Drawn(keys if packed else unpack(keys), logit, lse)
 
 
 @torch.no_grad()

@@ -138,6 +138,7 @@ def refiner_latent(
             R=R,
             ROWS=rows,
             CHUNK=2 * R // chunks,
+            STEP=min(2 * R // chunks, 16 if table.dtype == torch.float32 else 32),
             KNOWN=num_known,
             PACKED=packed,
             MIXER=mix is not None,
