@@ -420,7 +420,7 @@ def random_fold(R, B, dtype, mixer=True, mlp=True):
     return Folded(draw(200, R) * R**0.5, mix, *([draw(2 * R, R), draw(2 * R, R), draw(R, 2 * R)] if mlp else []))
 
 
-RANKS, SLOTS = (16, 64, 256), (2, 7, 16, 32)
+RANKS, SLOTS = (16, 64, 256), (2, 7, 16, 20)
 LATENTS = list(pairwise(RANKS, SLOTS, (1, 3), (1, 2), (fp32, bf16), (0, 3), (True, False), (True, False)))
 
 
@@ -451,7 +451,7 @@ def test_a_blocks_latents_do_not_depend_on_its_neighbours(triton):
 
 @on_triton
 @pytest.mark.parametrize("layout", ["infill", "next"])
-@pytest.mark.parametrize("passes", [1, 3, "auto"])
+@pytest.mark.parametrize("passes", [3, "auto"])
 def test_passes_of_kernels_are_jacobi(triton, layout, passes):
     """With settled blocks and rows left out, and through a reduced vocabulary."""
     for drafts in (None, torch.arange(0, V, 3)):
