@@ -82,18 +82,25 @@ class Rows:
         self.N, self.G, self.V, self.R = N, G, V, weight.shape[1]
         self.keys = base.new_full((N, G), UNSET, dtype=torch.long) if keys is None else keys
 
-    def chunks(self):
+    def chunk(self, count: int) -> int:
+        """Ids of one chunk, for so many rows."""
+        return min(self.V, max(256, 2**19 // max(self.R, count, 128)))
+
+    def chunks(self, only=None):
         """Yields (first id, ℓ [n,G−first,·]) of the open blocks, each in the memory of the last: a chunk stays in the
-        cache, and nothing is allocated on the way."""
+        cache, and nothing is allocated on the way. only: numbers of the chunks that are wanted, by the same calls as if
+        all were, so that their sums are the same to the bit."""
         open_, weight = self.open(), self.weight
         dtype = torch.promote_types(torch.promote_types(self.base.dtype, weight.dtype), torch.float32)
         dtype = torch.promote_types(dtype, self.latent.dtype)
         latent = self.latent[open_, self.first :].to(dtype)
         shape, latent = latent.shape[:2], latent.flatten(0, 1)
-        size = min(self.V, max(256, 2**19 // max(self.R, len(latent), 128)))
+        size = self.chunk(len(latent))
         memory = latent.new_empty(len(latent) * size)
         wide = None if weight.dtype == dtype else weight.new_empty(size, self.R, dtype=dtype)
         for start in range(0, self.V, size):
+            if only is not None and start // size not in only:
+                continue
             part = weight[start : start + size]
             part = part if wide is None else wide[: len(part)].copy_(part)
             logits = memory[: len(latent) * len(part)].view(len(latent), len(part))
