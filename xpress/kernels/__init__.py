@@ -16,12 +16,16 @@ from torch import Tensor
 from xpress.kernels import readout_argmax as _argmax
 from xpress.kernels import readout_sample as _sample
 from xpress.kernels import refiner_latent as _latent
+from xpress.kernels import screening as _screening
 from xpress.kernels.readout_argmax import UNSET, pack, unpack, values
 from xpress.kernels.readout_sample import Drawn
 from xpress.kernels.refiner_latent import Folded
+from xpress.kernels.screen import Screen
+from xpress.kernels.screening import Screened
+from xpress.kernels.top_c import TopC, top_c
 
 __all__ = ["UNSET", "Drawn", "Folded", "backend", "pack", "q_row", "readout_argmax", "readout_sample"]
-__all__ += ["refiner_latent", "unpack", "use", "values"]
+__all__ += ["Screen", "Screened", "TopC", "refiner_latent", "screened_argmax", "top_c", "unpack", "use", "values"]
 
 _NAMES = ("auto", "triton", "reference")
 _forced: ContextVar[str | None] = ContextVar("kernels", default=None)
@@ -61,6 +65,12 @@ def readout_argmax(base: Tensor, latent: Tensor, weight: Tensor, ids: Tensor | N
 def readout_sample(base: Tensor, latent: Tensor, weight: Tensor, ids: Tensor | None = None, **rows) -> Drawn:
     """One draw a row from softmax(ℓ/T), its ℓ/T and the row's log-sum: see readout_sample_ref."""
     return _pick(base, _sample.readout_sample, _sample.readout_sample_ref)(base, latent, weight, ids, **rows)
+
+
+def screened_argmax(base: Tensor, latent: Tensor, weight: Tensor, screen: Screen, ids=None, **rows) -> Tensor:
+    """readout_argmax's ids (with address= readout_sample's) from a copy of the readout: see screened_argmax_ref."""
+    pick = _pick(base, _screening.screened_argmax, _screening.screened_argmax_ref)
+    return pick(base, latent, weight, screen, ids, **rows)
 
 
 def q_row(base: Tensor, latent: Tensor, weight: Tensor) -> Tensor:

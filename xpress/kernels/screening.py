@@ -45,14 +45,16 @@ from xpress.kernels.screen import KAPPA, KAPPA_NOISE, NOISE, Query, Screen, gamm
 from xpress.sampling import gumbel_of, philox
 
 TILE, GRAIN, CHUNK = 64, 512, 8192  # ids under one bound; read or skipped together; whose products stay in the cache
+MEMORY = 2**23  # numbers of l̂ that are held at a time, unless one block has more
 _INF = float("inf")
 
 
 @dataclass
 class Screened:
-    """What screening did, summed over calls. rows; bytes_read of copy and readout; ids_rechecked, decided by the
-    readout itself; tiles of the copy, and of those tiles_skipped; full_rows, which had no finite bound, and close_rows,
-    decided by the full readout's own chunks (both on the CPU)."""
+    """What screening did, summed over calls. rows; bytes_read of copy and readout (base logits are read in any case);
+    ids_rechecked, computed from the readout itself: (row, id) pairs on a CPU, the lines of whole tiles on a GPU; tiles of
+    the copy, and of those tiles_skipped; full_rows, which had no finite bound, and close_rows, decided by the full
+    readout's own chunks (both on a CPU only)."""
 
     rows: int = 0
     bytes_read: int = 0
@@ -119,7 +121,7 @@ def screened_argmax_ref(
     open_ = rows.open()
     z = rows.latent[open_, rows.first :].float()
     if z.numel():
-        blocks = max(1, 2**23 // (rows.V * z.shape[1]))  # of l̂ in one piece of memory
+        blocks = max(1, MEMORY // (rows.V * z.shape[1]))
         row, place, value, closed = [], [], [], []
         for start in range(0, len(z), blocks):
             part = slice(start, start + blocks)
@@ -275,3 +277,71 @@ def _full(rows: Rows, draw: Draw | None) -> Tensor:
         names = rows.names(start, start + logits.shape[-1])
         found.append(best_keys(_compared(rows, start, logits, draw), names))
     return torch.stack(found).amax(0).flatten()
+
+
+def screened_argmax(
+    base: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    screen: Screen,
+    ids: Tensor | None = None,
+    *,
+    first_row: int = 0,
+    active: Tensor | None = None,
+    keys: Tensor | None = None,
+    reset: bool = True,
+    packed: bool = False,
+    address: Tensor | None = None,
+    temperature: float = 1.0,
+    skip: bool = False,
+    stats: Screened | None = None,
+) -> Tensor:
+    """The same on a GPU, two launches. reset=False as in readout_argmax. R from 16 (32 at 4 bits) to 256, a power of two;
+    `stats` waits for the device."""
+    rows = _checked(base, latent, weight, screen, ids, first_row, active, keys, address)
+    Draw.of(rows, address, temperature)
+    if screen.bits == 4 and rows.R < 32:
+        raise ValueError(f"rank R = {rows.R}: the kernel of 4 bits takes 32 to 256, use a screen of 8 bits")
+    if keys is not None and reset:
+        kept = torch.full_like(rows.keys[:, first_row:], UNSET)
+        if active is not None:
+            kept = torch.where(active.bool()[:, None], kept, rows.keys[:, first_row:])
+        rows.keys[:, first_row:] = kept
+    count = rows.N * (rows.G - first_row)
+    if count:
+        _launch(rows, count, screen, address, temperature, skip, stats)
+    return _answer(rows, base.dim(), packed)
+
+
+def _launch(rows: Rows, count: int, screen: Screen, address, temperature: float, skip: bool, stats):
+    from xpress.kernels.screening_tiles import recheck_kernel, screen_kernel
+
+    (base, latent, weight, *sizes), shape = launch(rows, count)
+    (groups, programs), block_v = shape.pop("grid"), shape["BLOCK_V"]
+    tiles, keys = -(-rows.V // block_v), rows.keys
+    upper = torch.empty(count, tiles, dtype=torch.float32, device=base.device)
+    floor, counts = torch.full_like(keys, UNSET), keys.new_zeros(2)
+    wide = latent.float() if screen.bits == 16 and latent.dtype == torch.float16 else latent  # bf16 fits no fp16
+    common = [part if part is not None else keys for part in (rows.ids, address, rows.active)]
+    common[1] = common[1].contiguous()
+    how = {name: shape[name] for name in ("R", "BLOCK_M", "BLOCK_V", "MAPPED", "MASKED", "num_warps")}
+    how |= {"enable_fp_fusion": False, "DRAWN": address is not None, "COUNTED": stats is not None}
+    with on_device(base):
+        screen_kernel[(groups, programs)](
+            *(base, wide, screen.codes, screen.codes if screen.scale is None else screen.scale),
+            *(screen.error, screen.norm, screen.tops(block_v)[1], *common, upper, floor, counts),
+            *(*sizes[:-1], screen.codes.stride(0), 1 / temperature, gamma(rows.R)),
+            **(how | {"BITS": screen.bits, "SKIP": skip and address is None, "STAGES": shape["STAGES"]}),
+        )
+        recheck_kernel[(groups, -(-tiles // 16))](
+            *(base, latent, weight, *common, upper, floor, keys, counts, *sizes, 1 / temperature),
+            **(how | {"TILES": 16}),
+        )
+    if stats is not None:
+        skipped, checked = counts.tolist()
+        lines = (groups * tiles - skipped) * block_v
+        stats.rows += count
+        stats.tiles += groups * tiles
+        stats.tiles_skipped += skipped
+        stats.ids_rechecked += checked * block_v
+        stats.bytes_read += lines * screen.bytes // rows.V + checked * block_v * rows.R * weight.element_size()
