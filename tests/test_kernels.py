@@ -498,7 +498,7 @@ def compile_for_h200(recorder):
     for i, value in enumerate(recorder.args):
         if isinstance(value, torch.Tensor):
             short = str(value.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-            signature[names[i]] = "*" + short.replace("int", "i")
+            signature[names[i]] = "*" + short.replace("uint", "u").replace("int", "i")
         elif isinstance(value, float):
             signature[names[i]] = "fp32"
         else:

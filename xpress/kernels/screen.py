@@ -28,9 +28,8 @@ class Screen:
     column r and the high half for column r + R/2, codes shifted by 8. scale [V] (fp32; bits 8 and 4): ŵ_v = scale_v ·
     code. error [V]: ‖w_v − ŵ_v‖, norm [V]: ‖w_v‖, both of fp32 rounded up; infinite where fp32 does not hold them.
 
-    One scale a row: scales of 32 columns would take an eighth more bytes at 4 bits and cut the error of Gaussian rows by
-    an eighth, which changes the ids that are left by less than it costs. At 4 bits a row's scale is the one of seven
-    clips of its maximum that leaves the smallest error.
+    One scale a row, so that it can be applied after the product. At 4 bits it is the one of seven clips of the row's
+    maximum that leaves the smallest error.
 
     The copy does not follow the weight: after a change of the weight make a new one, or answers are no longer exact.
     """

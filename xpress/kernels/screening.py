@@ -12,10 +12,11 @@ keeps v where l̂_v + δ_v ≥ max_u (l̂_u − δ_u), and lets those ids compet
 Proof. (1) |z·w_v − ẑ·ŵ_v| ≤ |z·(w_v − ŵ_v)| + |(z − ẑ)·ŵ_v| ≤ ‖z‖e_v + ‖z − ẑ‖‖ŵ_v‖, and ‖ŵ_v‖ ≤ ‖w_v‖ + e_v. (2) An
 fp32 sum of R products, in any order and with or without fused multiplication, lies within γ Σ_r|z_r w_r| ≤ γ‖z‖‖w_v‖ of
 z·w_v; the screen's within η‖ẑ‖‖ŵ_v‖ of ẑ·ŵ_v, where η = γ, + 2⁻⁸ where the product leaves as bf16. (3) Each final sum
-x + y, rounded to f, lies within u|f| of it; |ℓ_v| ≤ |l̂_v| + |ℓ_v − l̂_v| turns u|ℓ_v| + u|l̂_v| into 2u|l̂_v| and a factor
-1 + 2u on the rest. The rest of 8u|l̂_v|, the surplus of γ and a factor 1 + 2⁻¹⁶ pay for computing the bounds in fp32, and
-2⁻¹⁰⁰ for underflow. So |ℓ_v − l̂_v| ≤ δ_v for each v. Let v be the full winner. For all u, l̂_v + δ_v ≥ ℓ_v ≥ ℓ_u ≥ l̂_u −
-δ_u: v is kept, and so is each id that ties with it. Any superset of the kept ids, decided in ℓ, has the same winner. ∎
+x + y, rounded to f, lies within u|f| of it; |ℓ_v| ≤ |l̂_v| + |ℓ_v − l̂_v| turns u|ℓ_v| + u|l̂_v| into 2u|l̂_v| and a
+factor 1 + 2u on the rest. The rest of 8u|l̂_v|, the surplus of γ and a factor 1 + 2⁻¹⁶ pay for computing the bounds in
+fp32, and 2⁻¹⁰⁰ for underflow. So |ℓ_v − l̂_v| ≤ δ_v for each v. Let v be the full winner. For all u, l̂_v + δ_v ≥ ℓ_v ≥
+ℓ_u ≥ l̂_u − δ_u: v is kept, and so is each id that ties with it. Any superset of the kept ids, decided in ℓ, has the
+same winner. ∎
 
 Superset, so bounds of whole tiles serve as well (largest l̂, e and ‖w‖ of a tile: x + 8u|x| grows with x). The argmax of
 ℓ/T + Γ is the law with l̂_v/T + Γ_v, δ_v/T, 16u in the place of 8u and 2⁻¹³ for two computations of the noise; q is not
@@ -23,13 +24,13 @@ offered. Where the law has no finite bound (NaN, infinities, products near the e
 readout.
 
 "In ℓ itself". On a GPU a tile that is kept is computed by the full kernel's own code on the same tile. On a CPU an
-element of a BLAS product may depend on the shape of the whole, so kept ids are summed in fp64 and decided where any fp32
-sum would decide alike, the gap being above both rounding bounds; only what is closer runs the full readout's own chunk,
-the same call on the same operands.
+element of a BLAS product may depend on the shape of the whole, so kept ids are summed in fp64 and decided where any
+fp32 sum would decide alike, the gap being above both rounding bounds; only what is closer runs the full readout's own
+chunk, the same call on the same operands.
 
 Tile skipping (skip=True): a tile with max base + ‖z‖·max‖w‖ below a bound that is already reached is not read. It pays
-where rows are ordered so that tiles are sharp, by frequency (`ids` names them), and ‖z‖·max‖w‖ is below the spread of the
-base logits.
+where rows are ordered so that tiles are sharp, by frequency (`ids` names them), and ‖z‖·max‖w‖ is below the spread of
+the base logits. Draws skip nothing: noise spreads wider than that.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ _INF = float("inf")
 @dataclass
 class Screened:
     """What screening did, summed over calls. rows; bytes_read of copy and readout (base logits are read in any case);
-    ids_rechecked, computed from the readout itself: (row, id) pairs on a CPU, the lines of whole tiles on a GPU; tiles of
-    the copy, and of those tiles_skipped; full_rows, which had no finite bound, and close_rows, decided by the full
+    ids_rechecked, computed from the readout itself: (row, id) pairs on a CPU, the lines of whole tiles on a GPU; tiles
+    of the copy, and of those tiles_skipped; full_rows, which had no finite bound, and close_rows, decided by the full
     readout's own chunks (both on a CPU only)."""
 
     rows: int = 0
@@ -296,8 +297,8 @@ def screened_argmax(
     skip: bool = False,
     stats: Screened | None = None,
 ) -> Tensor:
-    """The same on a GPU, two launches. reset=False as in readout_argmax. R from 16 (32 at 4 bits) to 256, a power of two;
-    `stats` waits for the device."""
+    """The same on a GPU, two launches. reset=False as in readout_argmax. R is a power of two from 16 (32 at 4 bits) to
+    256; `stats` waits for the device."""
     rows = _checked(base, latent, weight, screen, ids, first_row, active, keys, address)
     Draw.of(rows, address, temperature)
     if screen.bits == 4 and rows.R < 32:

@@ -35,8 +35,8 @@ def top_c(
     base: Tensor, latent: Tensor, weight: Tensor, C: int, ids: Tensor | None = None, *, chosen: TopC | None = None
 ) -> Tensor:
     """Token ids [N,G] of argmax of float32(base) + latent·weight[v] over the C largest base logits of each row: NOT the
-    readout's argmax where a correction lifts another id above them. chosen: `TopC.of(base, weight, C, ids)`, made once a
-    block, leaves C·R products a row and pass. Raises ValueError for C below 1.
+    readout's argmax where a correction lifts another id above them. chosen: `TopC.of(base, weight, C, ids)`, made once
+    a block, leaves C·R products a row and pass. Raises ValueError for C below 1.
     """
     places, near, rows = chosen or TopC.of(base, weight, C, ids)
     latent = at_least_fp32(latent)
