@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, and on one floor from left to right: a file imports from what stands before it.
 FLOORS = [
     ["block", "sampling", "sequences", "stopping", "files", "memory"]
-    + ["kernels.readout_argmax", "kernels.refiner_latent", "kernels.graphs", "kernels"],
+    + ["kernels.readout_tiles", "kernels.readout_argmax", "kernels.readout_sample"]
+    + ["kernels.screen", "kernels.screening_tiles", "kernels.screening", "kernels.top_c"]
+    + ["kernels.latent_tiles", "kernels.refiner_latent", "kernels.graphs", "kernels"],
     ["target", "drafter_config", "attention", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["refine", "verify"],

@@ -100,6 +100,12 @@ def philox(key: Tensor | int, low: Tensor, high: Tensor | int) -> tuple[Tensor, 
     return low, high
 
 
+def gumbel_of(word: Tensor) -> Tensor:
+    """32-bit words (int64) -> Gumbel noise in fp32."""
+    u = ((word >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(u))
+
+
 def _mix(seed: int, stream: int) -> int:
     """(seed, stream) -> 32-bit key (splitmix64's finaliser)."""
     z = (seed * 4 + stream + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -126,8 +132,14 @@ class Noise:
         if slots.numel() and int(slots.max()) >= MAX_SLOTS:
             raise ValueError(f"blocks of more than {MAX_SLOTS} slots cannot be sampled")
         slots, ids = torch.broadcast_tensors(slots, ids)
-        key = torch.tensor([_mix(seed, stream) for seed in self.seeds], device=slots.device)
-        return philox(key.view(-1, *[1] * slots.dim()), ids[None], self.round * MAX_SLOTS + slots[None])
+        key, counter = self.address(stream, slots.device).view(-1, 2, *[1] * slots.dim()).unbind(1)
+        return philox(key, ids[None], counter + slots[None])
+
+    def address(self, stream: int = DRAFT, device=None) -> Tensor:
+        """[N,2] int64 of a stream in this round, for code that computes the numbers where it uses them: the key word,
+        and the counter word of slot 0. Word of (slot, id): philox(key, id, counter + slot)."""
+        keys = [[_mix(seed, stream), self.round * MAX_SLOTS] for seed in self.seeds]
+        return torch.tensor(keys, dtype=torch.long, device=device).view(-1, 2)
 
     def gumbel(self, num_slots: int, ids: Tensor) -> Tensor:
         """Γ [N,num_slots,len(ids)] in fp32, frozen for this round; ids are TARGET ids (int64).
@@ -136,8 +148,7 @@ class Noise:
         """
         slots = torch.arange(num_slots, device=ids.device)[:, None]
         word, _ = self._words(DRAFT, slots, ids[None, :])
-        u = ((word >> 9).float() + 0.5) * 2.0**-23
-        return -torch.log(-torch.log(u))
+        return gumbel_of(word)
 
     def uniform(self, stream: int, num_slots: int, device=None) -> Tensor:
         """u [N,num_slots] in fp64, strictly between 0 and 1, one for each slot of this round."""

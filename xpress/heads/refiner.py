@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xpress.heads.base import CorrectionHead
+from xpress.kernels import Folded
+from xpress.sampling import at_least_fp32
 
 
 class _Mixed(CorrectionHead):
@@ -134,7 +136,9 @@ class FoldedRefiner(_Mixed):
         if self.use_g:
             self.map_g = fold(columns[-1], refiner.down_g.weight)
         if self.use_mixer:
-            self.mix = nn.Parameter(refiner.mixer().detach(), requires_grad=False)
+            # Channels lie next to each other in memory, as the kernel reads them; the shape is [R,B,B] all the same.
+            mix = refiner.mixer().detach().permute(1, 2, 0).contiguous().permute(2, 0, 1)
+            self.mix = nn.Parameter(mix, requires_grad=False)
         if self.use_mlp:
             self.mlp_gate, self.mlp_up, self.mlp_down = refiner.mlp_gate, refiner.mlp_up, refiner.mlp_down
         self.readout = refiner.readout
@@ -148,6 +152,18 @@ class FoldedRefiner(_Mixed):
 
     def mixer(self):
         return self.mix
+
+    def constant(self, prepared: Tensor, known_ids: Tensor) -> Tensor:
+        """C [N,B,R] in fp32 at least: what no pass changes of u = C + M·E[prev]; known_ids [N,·]: the tokens (before,
+        anchor) or (anchor) that open prev_ids."""
+        x = at_least_fp32(prepared).clone()
+        x[:, : known_ids.shape[1]] += F.embedding(known_ids, self.table)
+        return torch.einsum("rkj,njr->nkr", at_least_fp32(self.mix), x).contiguous() if self.use_mixer else x
+
+    def weights(self) -> Folded:
+        """What a pass needs beside C, as xpress.kernels.refiner_latent takes it."""
+        mlp = [part.weight for part in (self.mlp_gate, self.mlp_up, self.mlp_down)] if self.use_mlp else []
+        return Folded(self.table, self.mix if self.use_mixer else None, *mlp)
 
 
 def _nothing(hidden: Tensor, rank: int) -> Tensor:

@@ -1,0 +1,274 @@
+"""argmax over the vocabulary of base + z·Wᵀ, without writing the logits: the reference and the Triton kernel.
+
+What "the argmax" means: ℓ = float32(base) + z·w summed in fp32, not rounded before the comparison (fp64 inputs are
+compared in fp64 by the reference where the ids are in order); the lowest original id on equality; −0 = +0; NaN never
+wins, not even against −inf. In a row of NaN only no id wins: it gets the lowest original id, and `values(keys)` is NaN
+there and nowhere else.
+
+A row's answer is one int64 key, so that maxima of tiles combine by an integer maximum and the next kernel reads one
+number: high word the fp32 value as an integer of the same order (NaN −2³¹, below −inf), low word 2³¹ − 1 − id.
+
+Rounding: two ways of summing z·w differ by at most 2γ·Σ|z_r·w_r| with γ = (R + 2)u/(1 − (R + 2)u), u = 2⁻²⁴, plus
+u·|ℓ| of the final sum. Two implementations may name different ids only where both logits lie within that.
+
+Time on a GPU, a prediction: the readout is read once, V·R·2 bytes in bf16 (78 MB at V 151936, R 256: 18 µs at
+4.3 TB/s), base rows once (4.6 MB, 1 µs), nothing else that grows with V. Products are 1.2 Gflop for 15 rows, far from
+the limit. So programs tile V alone, all rows of a block together, and each keeps STAGES tiles of 32 KB under way.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from xpress.sampling import argmax
+
+UNSET = -(2**63)  # a key that no row has: below all, names the impossible id 2³¹ − 1
+_LAST_ID, _NAN = 2**31 - 1, -(2**31)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def pack(values: Tensor, ids: Tensor) -> Tensor:
+    """Values (read as fp32) and ids (int64, below 2³¹) -> keys, any shape."""
+    values = values.float()
+    bits = values.where(values != 0, values.new_zeros(())).view(torch.int32).long()
+    order = torch.where(values.isnan(), _NAN, bits ^ ((bits >> 31) & _LAST_ID))
+    return (order << 32) | (_LAST_ID - ids)
+
+
+def unpack(keys: Tensor) -> Tensor:
+    """Keys -> ids (int64)."""
+    return _LAST_ID - (keys & _LAST_ID)
+
+
+def values(keys: Tensor) -> Tensor:
+    """Keys -> the winning logits (fp32), NaN where the row held nothing but NaN."""
+    order = keys >> 32
+    bits = (order ^ ((order >> 31) & _LAST_ID)).int().view(torch.float32)
+    return bits.masked_fill(order == _NAN, float("nan"))
+
+
+class Rows:
+    """The checked arguments of a readout as blocks: base [N,G,V], latent [N,G,R]; two dimensions are one block."""
+
+    def __init__(self, base, latent, weight, ids, first_row, active, keys):
+        if base.dim() == 2:
+            base, latent = base[None], latent[None]
+            keys = None if keys is None else keys[None]
+        want = (*base.shape[:2], *weight.shape[1:]), (*base.shape[:2], *weight.shape[:1])
+        if base.dim() != 3 or (latent.shape, base.shape) != want:
+            raise ValueError(
+                f"base {tuple(base.shape)}, latent {tuple(latent.shape)}, weight {tuple(weight.shape)}: "
+                "want [N,G,V], [N,G,R] and [V,R]"
+            )
+        N, G, V = base.shape
+        if not 0 < V < 2**31:
+            raise ValueError(f"a vocabulary of {V} ids: ids must fit 31 bits and there must be one")
+        if ids is not None and (ids.shape != (V,) or ids.dtype != torch.long):
+            raise ValueError(f"ids {tuple(ids.shape)} {ids.dtype}: want one int64 original id for each of {V} rows")
+        if not 0 <= first_row <= G:
+            raise ValueError(f"first_row={first_row}: rows run from 0 to {G}")
+        if keys is None and (first_row or active is not None):
+            raise ValueError("rows can be left out only with keys=: they keep the token that stands there")
+        if keys is not None and (keys.shape != (N, G) or keys.dtype != torch.long or not keys.is_contiguous()):
+            raise ValueError(f"keys {tuple(keys.shape)} {keys.dtype}: want contiguous int64 [{N},{G}]")
+        if active is not None and active.shape != (N,):
+            raise ValueError(f"active {tuple(active.shape)}: want one flag for each of {N} blocks")
+        self.base, self.latent, self.weight, self.ids = base, latent, weight, ids
+        self.first, self.active = first_row, active
+        self.N, self.G, self.V, self.R = N, G, V, weight.shape[1]
+        self.keys = base.new_full((N, G), UNSET, dtype=torch.long) if keys is None else keys
+
+    def chunk(self, count: int) -> int:
+        """Ids of one chunk, for so many rows."""
+        return min(self.V, max(256, 2**19 // max(self.R, count, 128)))
+
+    def chunks(self, only=None):
+        """Yields (first id, ℓ [n,G−first,·]) of the open blocks, each in the memory of the last: a chunk stays in the
+        cache, and nothing is allocated on the way. only: numbers of the chunks that are wanted, by the same calls as if
+        all were, so that their sums are the same to the bit."""
+        open_, weight = self.open(), self.weight
+        dtype = torch.promote_types(torch.promote_types(self.base.dtype, weight.dtype), torch.float32)
+        dtype = torch.promote_types(dtype, self.latent.dtype)
+        latent = self.latent[open_, self.first :].to(dtype)
+        shape, latent = latent.shape[:2], latent.flatten(0, 1)
+        size = self.chunk(len(latent))
+        memory = latent.new_empty(len(latent) * size)
+        wide = None if weight.dtype == dtype else weight.new_empty(size, self.R, dtype=dtype)
+        for start in range(0, self.V, size):
+            if only is not None and start // size not in only:
+                continue
+            part = weight[start : start + size]
+            part = part if wide is None else wide[: len(part)].copy_(part)
+            logits = memory[: len(latent) * len(part)].view(len(latent), len(part))
+            torch.mm(latent, part.T, out=logits)
+            logits = logits.view(*shape, len(part))
+            yield start, logits.add_(self.base[open_, self.first :, start : start + size])
+
+    def open(self):
+        """Index of the blocks that are still open."""
+        return slice(None) if self.active is None else self.active.bool()
+
+    def names(self, start: int, stop: int) -> Tensor:
+        """Original ids of kernel rows."""
+        return torch.arange(start, stop, device=self.base.device) if self.ids is None else self.ids[start:stop]
+
+
+def best_keys(logits: Tensor, names: Tensor) -> Tensor:
+    """ℓ [...,V], original ids [V] -> keys [...] by the rule, with no care for speed."""
+    bad = logits.isnan()
+    top = logits.masked_fill(bad, float("-inf")).amax(-1, keepdim=True)
+    wins = (logits == top) | bad.all(-1, keepdim=True)  # −inf may be the maximum: NaN is not equal to it
+    ids = names.where(wins, _LAST_ID).amin(-1)
+    return pack(top[..., 0].masked_fill(bad.all(-1), float("nan")), ids)
+
+
+@torch.no_grad()
+def readout_argmax_ref(
+    base: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    ids: Tensor | None = None,
+    *,
+    first_row: int = 0,
+    active: Tensor | None = None,
+    keys: Tensor | None = None,
+    reset: bool = True,
+    packed: bool = False,
+    tile: int | None = None,
+) -> Tensor:
+    """Token ids [N,G] of argmax over v of float32(base) + latent·weight[v].
+
+    base [N,G,V] (any strides), latent [N,G,R], weight [V,R]; or [rows,V] and [rows,R] -> [rows]. ids [V]: original id
+    of each row of `weight`, where the rows are stored in another order or belong to a reduced vocabulary; distinct.
+    Rows before `first_row` and blocks with active [N] = 0 are not computed: they keep what stands in `keys` [N,G],
+    which takes the packed answers of the others (None: a new tensor). packed=True returns keys, not ids. `reset` and
+    `tile` matter to the kernel alone. Raises ValueError for shapes that do not fit.
+    """
+    rows = Rows(base, latent, weight, ids, first_row, active, keys)
+    ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
+    top, found = _quick(rows) if ascending and not base.is_cuda else (None, None)
+    if found is None:
+        _put(rows, _careful(rows))
+    elif keys is None and not packed:
+        return found if base.dim() == 3 else found[0]
+    else:
+        _put(rows, pack(top, found))
+    return _answer(rows, base.dim(), packed)
+
+
+def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
+    """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN."""
+    tops, places = [], []
+    for start, logits in rows.chunks():
+        top, place = logits.max(-1)  # on the CPU the first of equal values, and NaN where there is one
+        tops.append(top)
+        places.append(place + start if start else place)
+    if len(tops) > 1:
+        tops, places = torch.stack(tops, -1), torch.stack(places, -1)
+        chunk = argmax(tops)[..., None]
+        top, place = tops.gather(-1, chunk)[..., 0], places.gather(-1, chunk)[..., 0]
+    if top.isnan().any():
+        return top, None
+    return top, place if rows.ids is None else rows.ids[place]
+
+
+def _careful(rows: Rows) -> Tensor:
+    """Keys of the open rows where anything may happen: ids in any order, NaN."""
+    keys = [best_keys(logits, rows.names(start, start + logits.shape[-1])) for start, logits in rows.chunks()]
+    return torch.stack(keys).amax(0)
+
+
+def _put(rows: Rows, keys: Tensor):
+    """Packed answers of the open rows into rows.keys."""
+    if rows.active is None:
+        rows.keys[:, rows.first :] = keys
+    else:
+        rows.keys[:, rows.first :] = rows.keys[:, rows.first :].index_put((rows.active.bool(),), keys)
+
+
+def _answer(rows: Rows, dims: int, packed: bool) -> Tensor:
+    keys = rows.keys if dims == 3 else rows.keys[0]
+    return keys if packed else unpack(keys)
+
+
+def readout_argmax(
+    base: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    ids: Tensor | None = None,
+    *,
+    first_row: int = 0,
+    active: Tensor | None = None,
+    keys: Tensor | None = None,
+    reset: bool = True,
+    packed: bool = False,
+    tile: int | None = None,
+) -> Tensor:
+    """The same on a GPU. reset=False: `keys` of the rows to compute already hold UNSET (refiner_latent can see to it);
+    that and packed=True save launches in a graph. tile: ids that a program reads at a time (None: chosen by size)."""
+    rows = Rows(base, latent, weight, ids, first_row, active, keys)
+    if keys is not None and reset:
+        kept = torch.full_like(rows.keys[:, first_row:], UNSET)
+        if active is not None:
+            kept = torch.where(active.bool()[:, None], kept, rows.keys[:, first_row:])
+        rows.keys[:, first_row:] = kept
+    count = rows.N * (rows.G - first_row)
+    if count:
+        from xpress.kernels.readout_tiles import argmax_kernel
+
+        arguments, shape = launch(rows, count, tile)
+        with on_device(base):
+            argmax_kernel[shape.pop("grid")](
+                *arguments[:3],
+                rows.ids if rows.ids is not None else rows.keys,
+                rows.keys,
+                rows.active if rows.active is not None else rows.keys,
+                *arguments[3:],
+                **shape,
+            )
+    return _answer(rows, base.dim(), packed)
+
+
+def launch(rows: Rows, count: int, tile: int | None = None) -> tuple[list, dict]:
+    """Checked rows -> (base, latent, weight, sizes and strides; grid and compile-time settings) of the tile kernels."""
+    weight, base = rows.weight, rows.base
+    R = rows.R
+    if R & (R - 1) or not 16 <= R <= 256 or weight.stride(1) != 1:
+        raise ValueError(f"rank R = {R}, stride {weight.stride(1)}: the kernels take a power of two, 16 to 256, packed")
+    kinds = base.dtype, rows.latent.dtype, weight.dtype
+    if not set(kinds) <= set(_FLOATS):
+        raise ValueError(f"base, latent, weight of {kinds}: the kernels take {_FLOATS}")
+    latent = rows.latent.to(torch.promote_types(rows.latent.dtype, weight.dtype))
+    latent = latent if latent.stride(2) == 1 else latent.contiguous()
+    half = latent.element_size() == 2
+    # 32 KB of the readout a stage, and no more logits a thread than its registers hold; fp32 has no matrix unit.
+    block_m = 16 if count <= 16 or not half else 32 if count <= 32 else 64
+    block_v = tile or min(2**15 // (R * latent.element_size()), 4096 // block_m if half else 64)
+    tiles = -(-rows.V // block_v)
+    settings = {
+        "grid": (-(-count // block_m), min(tiles, programs(base.device, block_m))),
+        **{"R": R, "BLOCK_M": block_m, "BLOCK_V": block_v, "STAGES": 3, "num_warps": 4},
+        "enable_fp_fusion": False,  # ℓ/T is rounded before Γ is added, as in the reference; products are fused anyway
+        **{"MAPPED": rows.ids is not None, "MASKED": rows.active is not None},
+    }
+    sizes = [rows.V, count, rows.G, rows.first, *base.stride(), *latent.stride()[:2], weight.stride(0)]
+    return [base, latent, weight, *sizes], settings
+
+
+@cache
+def programs(device: torch.device, block_m: int = 16) -> int:
+    """Programs that fill the device: with 16 rows two fit on one multiprocessor (3 stages of 32 KB and the latents).
+    Under the interpreter a few, so that their answers have to be combined."""
+    if device.type != "cuda":
+        return 3
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return count * (2 if block_m <= 16 else 1)
+
+
+def on_device(tensor: Tensor):
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
