@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from xpress import gtest
-from xpress.refine import Chooser
+from xpress.draft import Kept, Rows
 from xpress.sampling import Noise, argmax, sample
 from xpress.sampling_check import ALPHA, CASES, ONE, SOME, Case, check_sampling, joint, small_target, table
 from xpress.verify import Verdict, accept_by_rejection, accept_matching
@@ -235,62 +235,63 @@ def test_a_sampled_draft_may_be_matched(monkeypatch):
 # --- wrong noise, wrong q ---------------------------------------------------------------------------------------------
 
 
-class Fresh(Chooser):
+class Fresh(Rows):
     """New noise in every pass, none of it looked at before. Harmless at a fixed K: a row's tokens are drawn from this
     pass's q with noise that neither its inputs nor the choice of the pass depend on. (With `auto` it would be wrong: to
     stop where nothing changed is to select tokens by their value.)"""
 
     def __init__(self, block, sampling, noise):
         super().__init__(block, sampling, noise)
-        self.source, self.times = noise, 0
+        self.source, self.times, self.started = noise, 0, False
 
     def again(self):
         self.times += 1
         ids = torch.arange(self.block.vocab_size)
         return Noise(self.source.seeds, self.source.round + 1000 * self.times).gumbel(self.block.num_draft, ids)
 
-    def __call__(self, logits, start):
-        if self.q_logits is not None:
+    def draw(self, logits, start):
+        if self.started:
             self.noise = self.again()
-        return super().__call__(logits, start)
+        self.started = True
+        return super().draw(logits, start)
 
 
 class FreshWhereChanged(Fresh):
     """A token that the pass would change is drawn anew, one that stays is kept: staying is a selection."""
 
-    def __call__(self, logits, start):
-        ids = Chooser.__call__(self, logits, start)
-        if hasattr(self, "seed"):
-            return torch.where(ids == self.seed, ids, argmax(self.q_logits + self.again()))
-        self.seed = ids
+    def draw(self, logits, start):
+        ids = Rows.draw(self, logits, start)
+        if hasattr(self, "first"):
+            return torch.where(ids == self.first, ids, argmax(self.q_logits + self.again()))
+        self.first = ids
         return ids
 
 
 class BetterOfTwo(Fresh):
     """Of two draws the one that q likes more."""
 
-    def __call__(self, logits, start):
-        one = Chooser.__call__(self, logits, start)
+    def draw(self, logits, start):
+        one = Rows.draw(self, logits, start)
         q = self.q_logits[:, start:]
         two = argmax(q + self.again()[:, start:])
         likes = q.gather(-1, torch.stack([one, two], -1))
         return torch.where(likes[..., 1] > likes[..., 0], two, one)
 
 
-class OldTokenNewQ(Chooser):
+class OldTokenNewQ(Rows):
     """The seed's tokens with the last pass's q."""
 
-    def __call__(self, logits, start):
-        ids = super().__call__(logits, start)
-        self.seed = getattr(self, "seed", ids)
-        return self.seed[:, start:]
+    def draw(self, logits, start):
+        ids = super().draw(logits, start)
+        self.first = getattr(self, "first", ids)
+        return self.first[:, start:]
 
 
-class NewTokenOldQ(Chooser):
+class NewTokenOldQ(Rows):
     """The last pass's tokens with the seed's q."""
 
-    def __call__(self, logits, start):
-        ids = super().__call__(logits, start)
+    def draw(self, logits, start):
+        ids = super().draw(logits, start)
         self.seed_logits = getattr(self, "seed_logits", self.q_logits.clone())
         self.q_logits = self.seed_logits.clone()
         return ids
@@ -298,13 +299,13 @@ class NewTokenOldQ(Chooser):
 
 @pytest.mark.parametrize("chooser", [FreshWhereChanged, BetterOfTwo, OldTokenNewQ, NewTokenOldQ])
 def test_wrong_noise_or_q_is_found(monkeypatch, chooser):
-    monkeypatch.setattr(REFINE, "Chooser", chooser)
+    monkeypatch.setattr(REFINE, "chooser", chooser)
     assert not check(replace(K1, name=chooser.__name__))["passed"]
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_fresh_noise_in_every_pass_is_harmless(monkeypatch, passes):
-    monkeypatch.setattr(REFINE, "Chooser", Fresh)
+    monkeypatch.setattr(REFINE, "chooser", Fresh)
     assert check(replace(K1, name=f"Fresh {passes}", passes=passes))["passed"]
 
 
@@ -315,7 +316,7 @@ def test_q_recomputed_from_the_final_tokens_is_found(monkeypatch):
     def recomputed(head, block, passes, sampling, noise):
         draft = REFINE.refine(head, block, passes, sampling, noise)
         bias = block.rows(head(block.hidden, block.prev_ids(draft.ids)))
-        return replace(draft, q_logits=sampling.adjust(block.base_logits() + bias))
+        return replace(draft, drawn=Kept(sampling.adjust(block.base_logits() + bias)))
 
     monkeypatch.setattr(DECODE, "refine", recomputed)
     assert not check(replace(K1, name="recomputed"))["passed"]
@@ -324,24 +325,24 @@ def test_q_recomputed_from_the_final_tokens_is_found(monkeypatch):
 # --- top-k and top-p on one side --------------------------------------------------------------------------------------
 
 
-class DrawnWithoutTopK(Chooser):
+class DrawnWithoutTopK(Rows):
     """Drawn from all tokens, q claims the adjusted ones."""
 
-    def __call__(self, logits, start):
-        super().__call__(logits, start)
+    def draw(self, logits, start):
+        super().draw(logits, start)
         return argmax(logits / self.sampling.temperature + self.noise[:, start : start + logits.shape[1]])
 
 
-class ClaimsWithoutTopK(Chooser):
+class ClaimsWithoutTopK(Rows):
     """Drawn from the adjusted, q claims all tokens."""
 
-    def __call__(self, logits, start):
-        ids = super().__call__(logits, start)
+    def draw(self, logits, start):
+        ids = super().draw(logits, start)
         self.q_logits[:, start : start + logits.shape[1]] = logits / self.sampling.temperature
         return ids
 
 
-class WholeQ(Chooser):
+class WholeQ(Rows):
     """Top-k and top-p on p alone. Harmless: any q will do that the tokens were drawn from; the output is p's."""
 
     def __init__(self, block, sampling, noise):
@@ -350,12 +351,12 @@ class WholeQ(Chooser):
 
 @pytest.mark.parametrize("chooser", [DrawnWithoutTopK, ClaimsWithoutTopK])
 def test_a_q_of_other_tokens_than_the_draft_is_found(monkeypatch, chooser):
-    monkeypatch.setattr(REFINE, "Chooser", chooser)
+    monkeypatch.setattr(REFINE, "chooser", chooser)
     assert not check(replace(TOPK, name=chooser.__name__), 8192)["passed"]
 
 
 def test_top_k_on_p_alone_is_harmless(monkeypatch):
-    monkeypatch.setattr(REFINE, "Chooser", WholeQ)
+    monkeypatch.setattr(REFINE, "chooser", WholeQ)
     assert check(replace(TOPK, name="WholeQ"))["passed"]
 
 

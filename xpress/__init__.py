@@ -8,10 +8,11 @@ response = xpress.generate(target, prompt_ids, found.drafter, found.head, passes
 from xpress.block import INFILL, NEXT, Block, target_index
 from xpress.checkpoint import Checkpoint, load, save
 from xpress.decode import Response, Round, decode, generate
+from xpress.draft import Draft
 from xpress.drafter import Context, DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.heads import CorrectionHead, DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
-from xpress.refine import Draft, refine
+from xpress.refine import refine
 from xpress.sampling import GREEDY, Noise, Sampling
 from xpress.target import Target
 from xpress.verify import Verdict, verify

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from xpress.draft import Draft
 from xpress.drafter import Context
-from xpress.refine import Draft, check_passes, refine
+from xpress.refine import check_passes, refine
 from xpress.sampling import GREEDY, TARGET, Noise, Sampling, argmax, sample
 from xpress.stopping import Stops
 from xpress.verify import verify

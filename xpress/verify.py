@@ -8,12 +8,13 @@ match           draw the target's token at every row; accept while the draft equ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from xpress.refine import Draft
+from xpress.draft import Draft, Redrawn
 from xpress.sampling import ACCEPT, GREEDY, TARGET, Noise, Sampling, argmax, sample
 
 
@@ -31,11 +32,12 @@ def verify(draft: Draft, scores: Tensor, sampling: Sampling = GREEDY, noise: Noi
         return accept_matching(draft.ids, argmax(scores))
     num_rows = scores.shape[1]
     p = sampling.adjust(scores).softmax(-1)
-    q = draft.q()
-    if q is None:
+    if draft.drawn is None:
         return accept_matching(draft.ids, sample(p, noise.uniform(TARGET, num_rows, p.device)))
     u, v = (noise.uniform(stream, num_rows, p.device) for stream in (ACCEPT, TARGET))
-    return accept_by_rejection(draft.ids, q, p, u[:, :-1], v)
+    if isinstance(draft.drawn, Redrawn):
+        return _accept(draft.ids, draft.drawn.of_tokens(), draft.q_row, p, u[:, :-1], v)
+    return accept_by_rejection(draft.ids, draft.q(), p, u[:, :-1], v)
 
 
 def accept_matching(ids: Tensor, own: Tensor) -> Verdict:
@@ -50,12 +52,24 @@ def accept_by_rejection(ids: Tensor, q: Tensor, p: Tensor, u: Tensor, v: Tensor)
     u·q < p is u < p/q without a division. A token that q cannot draw is rejected. Where p equals q every token is
     accepted (u < 1), and should rounding leave no residual, p itself is drawn from.
     """
-    p_of, q_of = (x[:, : ids.shape[1]].gather(-1, ids[..., None])[..., 0] for x in (p, q))
+    q_of = q.gather(-1, ids[..., None])[..., 0]
+    return _accept(ids, q_of, lambda row: q.gather(1, _whole(row, q))[:, 0], p, u, v)
+
+
+def _accept(ids: Tensor, q_of: Tensor, q_row: Callable, p: Tensor, u: Tensor, v: Tensor) -> Verdict:
+    """The same from q of the tokens [N,G] and q_row(index [N]) -> [N,V], asked for one row of each block."""
+    num_draft = ids.shape[1]
+    p_of = p[:, :num_draft].gather(-1, ids[..., None])[..., 0]
     accepted = (u * q_of.double() < p_of.double()) & (q_of > 0)
     num_accepted = accepted.long().cumprod(1).sum(1)
-    row = num_accepted[:, None]
-    p_row = p.gather(1, row[..., None].expand(-1, -1, p.shape[-1]))[:, 0]
-    q_rows = torch.cat([q, torch.zeros_like(p[:, :1])], 1)  # nothing is subtracted after G acceptances
-    residual = (p_row - q_rows.gather(1, row[..., None].expand(-1, -1, p.shape[-1]))[:, 0]).clamp(min=0)
+    p_row = p.gather(1, _whole(num_accepted, p))[:, 0]
+    q = q_row(num_accepted.clamp(max=num_draft - 1))
+    q = torch.where((num_accepted < num_draft)[:, None], q, torch.zeros_like(q))  # after G acceptances p itself
+    residual = (p_row - q).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_row)
-    return Verdict(num_accepted, sample(residual, v.gather(1, row)[:, 0]))
+    return Verdict(num_accepted, sample(residual, v.gather(1, num_accepted[:, None])[:, 0]))
+
+
+def _whole(row: Tensor, of: Tensor) -> Tensor:
+    """row [N] -> index that gathers whole rows [N,1,V] of [N,·,V]"""
+    return row[:, None, None].expand(-1, 1, of.shape[-1])

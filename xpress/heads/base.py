@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xpress.kernels import Folded, Screen
 from xpress.sampling import at_least_fp32
 
 
@@ -24,6 +25,8 @@ class CorrectionHead(nn.Module, ABC):
     """
 
     readout: nn.Linear
+    screen: Screen | None = None  # greedy drafts read this copy of the readout instead, with the same result
+    top_c: int = 0  # greedy drafts look at so many candidates only: fast, not exact
 
     def __new__(cls, *args, **kwargs):
         head = super().__new__(cls)
@@ -60,6 +63,14 @@ class CorrectionHead(nn.Module, ABC):
     def forward(self, hidden: Tensor, prev_ids: Tensor) -> Tensor:
         """hidden [N,B,D], prev_ids [N,B] -> logit bias [N,B,V_draft]"""
         return self.readout(self.latent(self.prepare(hidden), prev_ids))
+
+    def folded(self) -> CorrectionHead:
+        """The inference form of the same function; a head without one decodes as it is."""
+        return self
+
+    def weights(self) -> Folded | None:
+        """What xpress.kernels needs to run a pass of this head on its own; None: `latent` runs it."""
+        return None
 
     def init_weights(self, std: float = 0.02):
         """N(0, std) for every matrix, zero for every bias."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xpress.heads.base import CorrectionHead
+from xpress.kernels import Folded
 
 # our parameter -> its name in published DSpark checkpoints, below "markov_head."
 PUBLIC_NAMES = {
@@ -41,6 +42,17 @@ class MarkovHead(CorrectionHead):
 
     def step(self, prepared, prev, k, state):
         return self.latent(prepared[:, k : k + 1], prev[:, None])[:, 0], None
+
+    def constant(self, prepared: Tensor, known_ids: Tensor) -> Tensor:
+        """As a refiner's: the rows of the known tokens, nothing else is there before a pass."""
+        C = torch.zeros(*prepared.shape[:2], self.token_embed.weight.shape[1], device=prepared.device)
+        C = C.to(torch.promote_types(C.dtype, self.token_embed.weight.dtype))
+        C[:, : known_ids.shape[1]] = self.token_embed(known_ids)
+        return C
+
+    def weights(self) -> Folded | None:
+        own = type(self).latent is not MarkovHead.latent  # a head of another kind built on this one
+        return None if own else Folded(self.token_embed.weight)
 
 
 class GatedMarkovHead(MarkovHead):

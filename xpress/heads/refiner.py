@@ -108,9 +108,11 @@ class Refiner(_Mixed):
     def mixer(self):
         return self.mix_l.tril() + torch.eye(self.mix_l.shape[1], dtype=self.mix_l.dtype, device=self.mix_l.device)
 
-    def folded(self) -> FoldedRefiner:
-        """The inference form: same function, linear maps multiplied out in fp64 and rounded once."""
-        return FoldedRefiner(self)
+    def folded(self) -> CorrectionHead:
+        """The inference form: same function, linear maps multiplied out in fp64 and rounded once. A head built on this
+        one that changes what is folded stays as it is."""
+        parts = ("latent", "prepare", "fuse", "mixer", "mlp")
+        return FoldedRefiner(self) if all(getattr(type(self), p) is getattr(Refiner, p) for p in parts) else self
 
 
 class FoldedRefiner(_Mixed):

@@ -24,7 +24,7 @@ from xpress.kernels.screen import Screen
 from xpress.kernels.screening import Screened
 from xpress.kernels.top_c import TopC, top_c
 
-__all__ = ["UNSET", "Drawn", "Folded", "backend", "pack", "q_row", "readout_argmax", "readout_sample"]
+__all__ = ["UNSET", "Drawn", "Folded", "backend", "fewest_columns", "pack", "q_row", "readout_argmax", "readout_sample"]
 __all__ += ["Screen", "Screened", "TopC", "refiner_latent", "screened_argmax", "top_c", "unpack", "use", "values"]
 
 _NAMES = ("auto", "triton", "reference")
@@ -51,6 +51,11 @@ def backend(tensor: Tensor) -> str:
     """'triton' or 'reference' for work on this tensor."""
     name = _forced.get() or _known(os.environ.get("XPRESS_KERNELS", "auto"), "XPRESS_KERNELS")
     return ("triton" if tensor.is_cuda else "reference") if name == "auto" else name
+
+
+def fewest_columns(tensor: Tensor) -> int:
+    """The least R that the readouts take: with that many columns of zeros they give the base logits' own answer."""
+    return 16 if backend(tensor) == "triton" else 0
 
 
 def _pick(tensor: Tensor, kernel, reference):
