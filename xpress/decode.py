@@ -17,7 +17,7 @@ from xpress.drafter import Context
 from xpress.refine import check_passes, refine
 from xpress.sampling import GREEDY, TARGET, Noise, Sampling, argmax, sample
 from xpress.stopping import Stops
-from xpress.verify import verify
+from xpress.verify import Verdict, verify
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def decode_batch(
         verdict = verify(draft, scores, sampling, noise)
         if observe:
             observe(draft, scores, verdict, rows)
-        accepted, bonus, drafted = verdict.num_accepted.tolist(), verdict.bonus.tolist(), draft.ids.tolist()
+        accepted, bonus, used, settled, drafted = _read(verdict, draft)
         counts = [number + 1 for number in accepted]
         target_hidden = target.keep(counts)  # COMMIT
         rounds = {}
@@ -113,8 +113,7 @@ def decode_batch(
             tokens = tokens[:end]
             ids[row] += tokens
             done[row] = end is not None or len(new) + len(tokens) >= limits[row]
-            settled = None if draft.settled is None else int(draft.settled[i])
-            rounds[row] = Round(tokens, accepted[i], len(drafted[i]), int(draft.passes[i]), drafted[i], settled)
+            rounds[row] = Round(tokens, accepted[i], len(drafted[i]), used[i], drafted[i], settled and settled[i])
         yield rounds
 
 
@@ -127,6 +126,16 @@ def room_for(target, prompt: list[int], max_new_tokens: int) -> int:
             f"a prompt of {len(prompt)} tokens leaves no room in the target's context {target.context_length}"
         )
     return min(max_new_tokens, room)
+
+
+def _read(verdict: Verdict, draft: Draft) -> tuple[list, list, list, list | None, list]:
+    """num_accepted, bonus, passes, settled [N] and draft ids [N,G] as lists: the only time in a round that the host
+    waits for the device, hence in one transfer."""
+    numbers = [verdict.num_accepted, verdict.bonus, draft.passes] + ([] if draft.settled is None else [draft.settled])
+    columns = torch.cat([*(n[:, None].to(draft.ids) for n in numbers), draft.ids], 1).T.tolist()
+    accepted, bonus, used, *rest = columns
+    settled = None if draft.settled is None else rest.pop(0)
+    return accepted, bonus, used, settled, [list(ids) for ids in zip(*rest)] or [[] for _ in accepted]
 
 
 def _first_tokens(logits, sampling, noise) -> list[int]:
