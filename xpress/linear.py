@@ -1,0 +1,25 @@
+"""F.linear, faster on a CPU for the few rows of a verification or a draft: x86 BLAS has poor kernels for them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FEW = range(3, 17)  # rows at which oneDNN beats BLAS in fp32
+LARGE = 600_000  # numbers of a weight from which on that pays for changing the layout of x and back
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [...,D], weight [V,D], bias [V] or None -> [...,V]. For inference: not every way has a gradient."""
+    if x.device.type != "cpu" or torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    rows = x.numel() // x.shape[-1]
+    if x.dtype in (torch.bfloat16, torch.float16) and 1 < rows <= 32:
+        # weight · xᵀ reads the weight as it lies; for x · weightᵀ oneDNN reorders it each time, 1.3 to 1.7 times slower.
+        # Same sums, same bits; contiguous, so that what follows adds in the same order too
+        out = (weight @ x.reshape(rows, -1).t()).t().contiguous()
+        return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+    if x.dtype == torch.float32 and rows in FEW and weight.numel() >= LARGE and torch.backends.mkldnn.is_available():
+        return F.linear(x.to_mkldnn(), weight, bias).to_dense()
+    return F.linear(x, weight, bias)
