@@ -1,4 +1,4 @@
-"""The frozen target: any full-attention causal LM of Hugging Face, with exact roll-back and hidden states of its layers.
+"""The frozen target: any full-attention causal LM of Hugging Face, with exact roll-back and its layers' hidden states.
 
 Layer ids follow the published drafters: id l is the OUTPUT of decoder layer l (0 … L − 1), raw residual stream, before
 the final norm. In a Hugging Face `hidden_states` tuple that is index l + 1, except for the last layer, where the tuple
