@@ -34,7 +34,7 @@ import yaml
 from xpress import checkpoint, parts
 from xpress.decode import generate
 from xpress.drafter import DFlashDrafter
-from xpress.drafter_config import DrafterConfig
+from xpress.drafter_config import DrafterConfig, default_layer_ids
 from xpress.evaluate import Method, respond
 from xpress.files import write_text
 from xpress.heads import Refiner
@@ -66,9 +66,8 @@ def random_target(shape: str, dtype: torch.dtype, device: str, **changes) -> Tar
 
 def random_parts(target: Target, shape: str, block_size: int | None) -> tuple[DFlashDrafter, Refiner]:
     size, layers, captured, rank = SHAPES[shape]
-    size, last = block_size or size, target.num_layers - 3
-    ids = [1 + round(i * (last - 1) / (captured - 1)) for i in range(captured)]
-    config = DrafterConfig.for_target(target, layers, size, MASK, target_layer_ids=tuple(ids))
+    size, ids = block_size or size, default_layer_ids(target.num_layers, captured)
+    config = DrafterConfig.for_target(target, layers, size, MASK, target_layer_ids=ids)
     with torch.device(target.device):
         drafter = DFlashDrafter(config).to(target.dtype).bind(target).eval()
         head = Refiner(target.vocab_size, target.hidden_size, size, rank).to(target.dtype).bind(target).eval()
