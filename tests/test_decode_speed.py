@@ -50,12 +50,12 @@ def test_steps_time_both_loops_and_leave_no_token_behind(target):
 
 
 def test_random_weights_have_the_sizes_of_the_settings():
-    changes = dict(num_hidden_layers=7, vocab_size=50, hidden_size=24, intermediate_size=20)
+    changes = dict(num_hidden_layers=9, vocab_size=50, hidden_size=24, intermediate_size=20)
     target = decode_speed.random_target("qwen3_8b", torch.bfloat16, "cpu", **changes, head_dim=4)
     assert target.loop == "lean" and target.dtype == torch.bfloat16 and target.config.num_key_value_heads == 8
     drafter, head = decode_speed.random_parts(target, "qwen3_8b", None)
     assert drafter.config.block_size == 16 and len(drafter.layers) == 5 and head.rank == 256
-    assert drafter.layer_ids == (1, 2, 2, 3, 4) or len(set(drafter.layer_ids)) == 5
+    assert len(set(drafter.layer_ids)) == 5
     assert decode_speed.random_parts(target, "smollm2_135m", 5)[0].config.block_size == 5
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from toys import SHAPES, L, V, make_drafter, make_head, make_model, plain
 from transformers import AutoModelForCausalLM
 
+from xpress import parts
 from xpress.decode import decode_batch, generate
 from xpress.lean import LeanBody, fuse, why_not
 from xpress.linear import linear
@@ -296,13 +297,23 @@ def test_an_unknown_loop_is_refused(tmp_path):
     ]  # fmt: skip
 
 
+def test_the_setting_reaches_the_target_from_a_section_of_the_settings(tmp_path):
+    section = {"name": str(save_model(tmp_path / "target"))}
+    asked = {"lean": "lean", "plain": "plain", "auto": "auto", None: "auto"}
+    for loop, expected in asked.items():
+        made = parts.make_target(section | ({"loop": loop} if loop else {}), "cpu")
+        assert made._asked == expected
+    with pytest.raises(ValueError, match="target.loop=no: known are auto"):
+        parts.make_target({**section, "loop": "no"}, "cpu")
+
+
 def test_a_target_that_gave_up_its_layers_has_no_lean_loop():
     target = Target(make_model())
     target.release_layers()
     assert "devices" in why_not(target.model)
 
 
-def test_the_loop_says_nothing_of_its_own(recwarn):
+def test_the_loop_says_nothing_of_its_own():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LeanBody(make_model("qwen3"))
