@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, and on one floor from left to right: a file imports from what stands before it.
 FLOORS = [
-    ["block", "sampling", "sequences", "stopping", "files", "memory"]
+    ["block", "sampling", "sequences", "linear", "stopping", "files", "memory"]
     + ["kernels.readout_tiles", "kernels.readout_argmax", "kernels.readout_sample"]
     + ["kernels.screen", "kernels.screening_tiles", "kernels.screening", "kernels.top_c"]
     + ["kernels.latent_tiles", "kernels.refiner_latent", "kernels.graphs", "kernels"],
-    ["target", "drafter_config", "attention", "drafter", "deer"]
+    ["lean", "target", "drafter_config", "attention", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["draft", "refine", "verify"],
     ["decode", "anchors", "loss"],

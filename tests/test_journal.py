@@ -187,6 +187,7 @@ OTHER = [
     ({"checkpoint": "{at}/b/run"}, "checkpoint: was .*a/run.*checkpoint_sha256: was"),
     ({"bench": "alpaca"}, "bench: was .*mt_bench.*, now .*alpaca.*prompts_sha256: was"),
     ({"dtype": "bfloat16"}, "dtype: was float32, now bfloat16"),
+    ({"target": {"name": None, "loop": "plain"}}, "loop: was lean, now plain"),
     ({"samples": 2}, "samples: was None, now 2"),
 ]
 

@@ -17,9 +17,10 @@ PROMPT = [5, 17, 44, 3, 61, 80, 9]
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
+@pytest.fixture(scope="module", params=[(kind, loop) for kind in SHAPES for loop in ("lean", "plain")], ids="-".join)
 def any_target(request):
-    return make_target(request.param)
+    kind, loop = request.param
+    return make_target(kind, loop=loop)
 
 
 def fresh(target, ids) -> torch.Tensor:
@@ -44,6 +45,7 @@ def counting_target() -> Target:
 def test_cached_logits_equal_a_fresh_forward_after_every_round(any_target):
     """A prompt, then blocks of which 1 … all tokens are kept: nothing of a rejected draft stays behind."""
     logits, hidden = any_target.prefill([PROMPT], (1,))
+    assert any_target.loop == any_target._asked
     assert hidden.shape == (1, len(PROMPT), D)
     torch.testing.assert_close(logits[0], fresh(any_target, PROMPT)[-1], **CLOSE)
     ids, draft = list(PROMPT), torch.tensor([[70, 2, 33, 96]])
@@ -75,9 +77,9 @@ def test_an_empty_prompt_is_refused(any_target):
         any_target.prefill([PROMPT, []])
 
 
-def test_a_shorter_prompt_after_a_longer_one_starts_afresh(target):
+def test_a_shorter_prompt_after_a_longer_one_starts_afresh(any_target):
     """Target and drafter are reused from prompt to prompt; the contexts of both must really be empty."""
-    drafter = make_drafter(target)
+    target, drafter = any_target, make_drafter(any_target)
 
     def draft(prompt):
         drafter.reset()
@@ -146,10 +148,10 @@ def test_a_layer_id_outside_the_target_is_refused(target, use, bad):
 
 
 @torch.no_grad()
-def test_captured_layers_can_change_and_be_switched_off(target):
-    first = target.prefill([PROMPT], (0, 2))[1]
-    assert target.prefill([PROMPT])[1] is None and not target._captured
-    assert torch.equal(target.prefill([PROMPT], (2, 0))[1], torch.cat(first.split(D, -1)[::-1], -1))
+def test_captured_layers_can_change_and_be_switched_off(any_target):
+    first = any_target.prefill([PROMPT], (0, 2))[1]
+    assert any_target.prefill([PROMPT])[1] is None and not any_target._captured
+    assert torch.equal(any_target.prefill([PROMPT], (2, 0))[1], torch.cat(first.split(D, -1)[::-1], -1))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

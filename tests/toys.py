@@ -72,8 +72,8 @@ def make_model(kind: str = "llama", seed: int = 0, dtype=torch.float32, **change
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def make_target(kind: str = "llama", seed: int = 0, dtype=torch.float32, **changes) -> Target:
-    return Target(make_model(kind, seed, dtype, **changes), ToyTokenizer(), name=f"toy-{kind}")
+def make_target(kind: str = "llama", seed: int = 0, dtype=torch.float32, loop: str = "auto", **changes) -> Target:
+    return Target(make_model(kind, seed, dtype, **changes), ToyTokenizer(), name=f"toy-{kind}", loop=loop)
 
 
 def make_drafter(target, block_size=4, layout="infill", layers=2, seed=1, scale=4.0, **settings) -> DFlashDrafter:

@@ -204,14 +204,15 @@ def checking(cfg: DictConfig, progress: Callable) -> dict:
 def replaying(cfg: DictConfig, say: Callable = print) -> Replay:
     """replay.py: one prompt decoded by every method. `speed` and `html` are checked here too, before any work."""
     raw = plain(cfg, REPLAY_KEYS)
-    refuse_unknown("target", raw["target"], {"name"})
+    refuse_unknown("target", raw["target"], {"name", "loop"})
     replay_record.check_number("speed", raw.pop("speed"), 0)
     replay_page.check_page(raw.pop("html"))
     rule = {key: raw.pop(key) for key in ("temperature", "top_k", "top_p", "accept")}
     for name in ("temperature", "top_k", "top_p"):
         replay_record.check_number(name, rule[name])
-    sampling, target, path = Sampling(**rule), raw.pop("target")["name"], raw.pop("checkpoint")
-    return replay_record.make_replay(path, target=target, sampling=sampling, say=say, **raw)
+    sampling, target, path = Sampling(**rule), raw.pop("target"), raw.pop("checkpoint")
+    chosen = {"target": target["name"], "loop": target.get("loop", "auto")}
+    return replay_record.make_replay(path, sampling=sampling, say=say, **chosen, **raw)
 
 
 def generation(cfg: DictConfig, progress) -> dict:

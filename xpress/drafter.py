@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from xpress.attention import block_attention, chunks
 from xpress.block import LAYOUTS, Block
 from xpress.drafter_config import DrafterConfig
+from xpress.linear import linear
 from xpress.sequences import Sequences
 from xpress.target import check_layer_ids, rope_parameters
 
@@ -198,7 +199,7 @@ class DFlashDrafter(nn.Module):
 
     def readout(self, hidden: Tensor) -> Tensor:
         """hidden [...,D] -> base logits [...,V_draft]"""
-        return F.linear(hidden.to(self.lm_rows.dtype), self.lm_rows)
+        return linear(hidden.to(self.lm_rows.dtype), self.lm_rows)
 
     def block(self, hidden: Tensor, anchor: Tensor, before: Tensor) -> Block:
         """hidden [N,B,D], anchor and before [N] (target ids) -> Block"""

@@ -1,8 +1,8 @@
 """The target's decoder layers run by a short loop of our own: fused projections, states written in place.
 
-The same weights and the same arithmetic as transformers' modules (RMSNorm in fp32 at least, rotary, grouped-query
-attention, SwiGLU), without their per-layer overhead: q, k, v are one product, gate and up another. The fused weights are
-the modules' own, laid out one behind the other, so nothing is held twice. For Llama, Mistral, Qwen2 and Qwen3.
+The same weights and the same arithmetic as transformers' modules (RMSNorm in fp32, rotary embedding, grouped-query
+attention, SwiGLU), without their overhead at every layer: q, k, v are one product, gate and up another. The fused
+weights are the modules' own, laid out one behind the other, so nothing is held twice and nothing can go stale.
 """
 
 from __future__ import annotations
@@ -11,39 +11,82 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xpress.linear import linear
 from xpress.sequences import Sequences
 
-KINDS = {"llama", "mistral", "qwen2", "qwen3"}
+LOOPS = ("auto", "lean", "plain")
+KINDS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> its classes' name
+SIDE_BY_SIDE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def choose_loop(asked: str, model, name: str) -> str:
+    """-> "lean" or "plain". Raises ValueError for another setting, and where "lean" is asked for and cannot be had."""
+    if asked not in LOOPS:
+        raise ValueError(f"target.loop={asked}: known are {', '.join(LOOPS)}")
+    why = None if asked == "plain" else why_not(model)
+    if asked == "lean" and why:
+        raise ValueError(f"target.loop=lean: target {name} cannot run that way, {why}; give auto or plain")
+    return "plain" if asked == "plain" or why else "lean"
+
+
+def why_not(model) -> str | None:
+    """What keeps a model from being run by the lean loop, or None. Whatever changes how its modules work (hooks,
+    adapters, quantised layers) does, since the loop passes the modules by."""
+    config = model.config.get_text_config()
+    kind = KINDS.get(config.model_type)
+    if kind is None:
+        return f"the lean loop knows {', '.join(KINDS)} and no {config.model_type}"
+    if getattr(config, "hidden_act", "silu") != "silu":
+        return f"its layers have {config.hidden_act}, the lean loop silu"
+    if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", None):
+        return f"its attention is {config._attn_implementation}, the lean loop's sdpa"
+    body = model.get_decoder()
+    devices = {parameter.device for parameter in body.parameters()}
+    if len(devices) != 1:
+        return f"it lies on {len(devices)} devices"
+    if devices == {torch.device("meta")}:
+        return "its weights were given up"
+    own = {
+        "SiLUActivation",
+        *(f"{kind}{part}" for part in ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", "Model")),
+    }
+    for path, module in body.named_modules():
+        if type(module) not in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU) and type(module).__name__ not in own:
+            return f"{path or 'its body'} is a {type(module).__name__}"
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return f"{path or 'its body'} has a hook or another forward"
+    for layer in body.layers:
+        for names in SIDE_BY_SIDE:
+            found = [module for path, module in layer.named_modules() if path.rpartition(".")[2] in names]
+            if len({module.bias is None for module in found}) > 1 or len({m.weight.dtype for m in found}) > 1:
+                return f"{', '.join(names)} do not agree in bias or dtype"
+    return None
 
 
 class LeanBody:
     """`LeanBody(model)(ids, sequences, layer_ids)` -> post-norm states [N,n,D], {layer id: its output [N,n,D]}.
 
-    Raises ValueError naming what keeps a model from being run this way.
+    For a model of which `why_not` says nothing. Making one lays the weights side by side where they do not lie so
+    yet, and costs next to nothing where they do: make it anew wherever they may have moved.
     """
 
     def __init__(self, model):
         body = model.get_decoder()
-        self.config = config = model.config.get_text_config()
-        devices = {p.device for p in model.parameters()}
-        if config.model_type not in KINDS:
-            raise ValueError(f"no lean loop for {config.model_type}; known are {', '.join(sorted(KINDS))}")
-        if getattr(config, "hidden_act", "silu") != "silu" or len(devices) != 1:
-            raise ValueError("the lean loop needs SwiGLU layers that lie on one device")
-        self.embedding, self.rotary, self.norm = model.get_input_embeddings(), body.rotary_emb, body.norm
-        self.head_dim = body.layers[0].self_attn.head_dim
+        self.embedding, self.rotary, self.norm = body.embed_tokens, body.rotary_emb, body.norm
         self.layers = [_Layer(layer) for layer in body.layers]
 
     def __call__(self, ids: Tensor, sequences: Sequences, layer_ids=()) -> tuple[Tensor, dict[int, Tensor]]:
         x, captured = self.embedding(ids), {}
-        positions = sequences.positions(ids.device)
-        cos, sin = self.rotary(x, positions)
-        turn = cos[:, :, None], sin[:, :, None]
-        mask = None
-        if ids.shape[1] > 1 or not sequences.even:
+        cos, sin = self.rotary(x, sequences.positions(ids.device))
+        half = sin.shape[-1] // 2
+        turn = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        causal, mask = False, None
+        if sequences.longest == 0:  # padding stands on the right, where nothing looks: no mask, faster kernels
+            causal = ids.shape[1] > 1
+        elif ids.shape[1] > 1 or not sequences.even:
             mask = sequences.visible(ids.device)[: 1 if sequences.even else None, None]
         for i, layer in enumerate(self.layers):
-            x = layer(x, turn, mask, i, sequences, self.head_dim)
+            x = layer(x, turn, mask, causal, i, sequences)
             if i in layer_ids:
                 captured[i] = x
         return _rms(self.norm, x), captured
@@ -54,51 +97,64 @@ class _Layer:
 
     def __init__(self, layer):
         a, m = layer.self_attn, layer.mlp
-        self.norm, self.post, self.o, self.down = (
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-            a.o_proj,
-            m.down_proj,
-        )
-        self.qkv, self.sizes = fuse(a.q_proj, a.k_proj, a.v_proj)
-        self.gate_up, _ = fuse(m.gate_proj, m.up_proj)
+        self.norm, self.post = layer.input_layernorm, layer.post_attention_layernorm
+        self.o, self.down = a.o_proj, m.down_proj
+        self.qkv = fuse(a.q_proj, a.k_proj, a.v_proj)
+        self.gate_up = fuse(m.gate_proj, m.up_proj)
         self.q_norm, self.k_norm = getattr(a, "q_norm", None), getattr(a, "k_norm", None)
-        self.scale = a.scaling
+        self.scale, self.dim = a.scaling, a.head_dim
+        self.heads, self.kv = a.q_proj.weight.shape[0] // self.dim, a.k_proj.weight.shape[0] // self.dim
 
-    def __call__(self, x: Tensor, turn, mask, index: int, sequences: Sequences, head_dim: int) -> Tensor:
-        mixed = F.linear(_rms(self.norm, x), *self.qkv)
-        q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in mixed.split(self.sizes, -1))
+    def __call__(self, x: Tensor, turn, mask, causal: bool, index: int, sequences: Sequences) -> Tensor:
+        mixed = linear(_rms(self.norm, x), *self.qkv).unflatten(-1, (-1, self.dim))
+        qk, v = mixed.split([self.heads + self.kv, self.kv], -2)
         if self.q_norm is not None:
-            q, k = _rms(self.q_norm, q), _rms(self.k_norm, k)
-        k = sequences.write(("k", index), _rotate(k, *turn))
-        v = sequences.write(("v", index), v)
-        q, k, v = _rotate(q, *turn).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
-        x = x + self.o(out.transpose(1, 2).flatten(2))
-        gate, up = F.linear(_rms(self.post, x), *self.gate_up).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+            q, k = qk.split([self.heads, self.kv], -2)
+            qk = torch.cat([_rms(self.q_norm, q), _rms(self.k_norm, k)], -2)
+        q, k = _rotate(qk, *turn).split([self.heads, self.kv], -2)
+        k = sequences.write(("k", index), k).transpose(1, 2)
+        v = sequences.write(("v", index), v).transpose(1, 2)
+        gqa = self.heads != self.kv
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=gqa
+        )
+        x = x + linear(out.transpose(1, 2).flatten(2), self.o.weight, self.o.bias)
+        gate, up = linear(_rms(self.post, x), *self.gate_up).chunk(2, -1)
+        return x + linear(F.silu(gate) * up, self.down.weight, self.down.bias)
 
 
 def _rms(norm, x: Tensor) -> Tensor:
-    """As the models' own: the mean of squares and the scaling in fp32 at least, then cast, then the weight."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    """As the models' own, to the bit: scaled in fp32 whatever x is, then cast, then weighted."""
+    wide = x.float()
     return norm.weight * F.rms_norm(wide, wide.shape[-1:], eps=norm.variance_epsilon).to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [N,n,heads,d]; sin with its first half negated, where the halves' exchange would negate x."""
     half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+    return x * cos + torch.cat([x[..., half:], x[..., :half]], -1) * sin
 
 
-@torch.no_grad()
-def fuse(*linears: nn.Linear) -> tuple[tuple[Tensor, Tensor | None], list[int]]:
-    """(weight, bias) of parallel projections in one, and the rows of each. The modules keep views of the same memory."""
-    sizes = [linear.weight.shape[0] for linear in linears]
-    weight = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(linears, weight.split(sizes)):
-        linear.weight.data = part
-    biases = [linear.bias for linear in linears]
-    if all(bias is None for bias in biases):
-        return (weight, None), sizes
-    parts = [b if b is not None else weight.new_zeros(size) for b, size in zip(biases, sizes)]
-    return (weight, torch.cat(parts)), sizes
+def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """(weight, bias) of parallel projections in one. The modules' parameters become views of the same memory."""
+    weight = _side_by_side([linear.weight for linear in linears])
+    return weight, None if linears[0].bias is None else _side_by_side([linear.bias for linear in linears])
+
+
+def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
+    """The rows of all in one tensor; copied only where they do not lie one behind the other yet."""
+    first, rows = parameters[0], [len(parameter) for parameter in parameters]
+    storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    adjacent = True
+    for parameter in parameters:
+        adjacent &= parameter.is_contiguous() and parameter.untyped_storage().data_ptr() == storage
+        adjacent &= parameter.storage_offset() == place
+        place += parameter.numel()
+    # no inference tensors: the modules go on to be used, moved and saved outside inference mode
+    with torch.inference_mode(False), torch.no_grad():
+        if adjacent:
+            return first.detach().as_strided((sum(rows), *first.shape[1:]), first.stride(), first.storage_offset())
+        whole = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, whole.split(rows)):
+            parameter.data = part
+        return whole

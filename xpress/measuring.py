@@ -79,7 +79,7 @@ def settle(raw: dict) -> dict:
         raw["bench"] = [name for name, entry in prompts.SETS.items() if entry.hub]
     if raw["metrics"] is not None:
         tables.chosen(listed(raw["metrics"]))
-    refuse_unknown("target", raw["target"], {"name"})
+    refuse_unknown("target", raw["target"], {"name", "loop"})
     return raw
 
 
@@ -98,7 +98,7 @@ class Measurement:
         folders = [checkpoint.locate(find(path)) for path in raw["checkpoint"]]
         provenances = [checkpoint.provenance_of(folder) for folder in folders]
         name = parts.target_of(raw["target"]["name"], folders)
-        self.target = parts.make_target({"name": name}, self.device, self.dtype)
+        self.target = parts.make_target({**raw["target"], "name": name}, self.device, self.dtype)
         self.warnings = []
         for folder, provenance in zip(folders, provenances):
             found = prompts.template_change(self.target.tokenizer, raw["thinking"], provenance)
@@ -190,6 +190,7 @@ class Measurement:
             "template": prompts.template_facts(self.target.tokenizer, raw["thinking"])["rendered_sha256"],
             "dtype": self.dtype,
             "device": self.device,
+            "loop": self.target.loop,
         }
 
     def run(self, progress: Callable = lambda what, done, total, method: None) -> dict:

@@ -29,7 +29,7 @@ from xpress.target import Target
 REPO = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
-TARGET_KEYS = {"name", "dtype", "revision", "device_map", "sizes"}
+TARGET_KEYS = {"name", "dtype", "revision", "device_map", "loop", "sizes"}
 TERM_VALUES = {
     "rounds": "rounds",
     "anchor": "weight",
@@ -85,7 +85,7 @@ def target_of(given: str | None, folders: list[Path]) -> str:
 def make_target(section: dict, device: str, dtype: str | None = None) -> Target:
     place = _place(section)
     dtype = dtype or section.get("dtype") or "float32"
-    options = section.get("revision"), section.get("device_map")
+    options = section.get("revision"), section.get("device_map"), section.get("loop", "auto")
     target = Target.from_pretrained(place, dtype, device, *options)
     target.name = section["name"]
     check_sizes("target", section.get("sizes"), section["name"], target.config)

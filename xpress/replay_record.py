@@ -85,6 +85,7 @@ def make_replay(
     seed: int = 0,
     thinking: bool = False,
     target: str | None = None,
+    loop: str = "auto",
     dtype: str | None = None,
     device: str | None = None,
     say: Callable = print,
@@ -104,7 +105,7 @@ def make_replay(
     dtype = parts.dtype_of(dtype, device)
     folder = checkpoint.locate(parts.find(path))
     name = parts.target_of(target, [folder])
-    model = parts.make_target({"name": name}, device, dtype)
+    model = parts.make_target({"name": name, "loop": loop}, device, dtype)
     changed = template_change(model.tokenizer, thinking, checkpoint.provenance_of(folder))
     if changed:
         say(f"WARNING: {changed}")
@@ -131,6 +132,7 @@ def make_replay(
         "seed": seed,
         "dtype": dtype,
         "device": device,
+        "loop": model.loop,
         "threads": torch.get_num_threads(),
         **parts.versions(),
     }

@@ -14,7 +14,7 @@ NAME = "result.json"
 # What two results must share for their numbers to be comparable: first what the outputs depend on, then the speed.
 # Not the commit: most changes of the code move no number, and the merged protocol shows both.
 SAME = ("target_sha256", "samples", "max_new_tokens", "temperature", "top_k", "top_p", "accept", "thinking", "turns")
-SAME += ("seed", "seeds", "dtype", "device", "threads", "torch", "transformers", "python", "triton")
+SAME += ("seed", "seeds", "dtype", "device", "loop", "threads", "torch", "transformers", "python", "triton")
 
 
 def find(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The frozen target: any full-attention causal LM of Hugging Face, with exact roll-back and hidden states by hook.
+"""The frozen target: any full-attention causal LM of Hugging Face, with exact roll-back and its layers' hidden states.
 
 Layer ids follow the published drafters: id l is the OUTPUT of decoder layer l (0 … L − 1), raw residual stream, before
 the final norm. In a Hugging Face `hidden_states` tuple that is index l + 1, except for the last layer, where the tuple
@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from xpress.lean import LeanBody, choose_loop
+from xpress.linear import linear
 from xpress.sampling import at_least_fp32
 from xpress.sequences import Sequences
 
@@ -51,10 +53,13 @@ class Target:
     """A frozen causal LM. `embedding` and `lm_head` are the model's own modules.
 
     Decoding keeps N sequences: `prefill` opens them, `score` runs a block of each, `keep` commits a prefix of each.
-    Raises ValueError for attention that cannot be rolled back (sliding, chunked, linear, hybrid).
+    loop: how decoding runs the layers: "lean" (lean.py), "plain" (transformers' modules), "auto" (lean where it can);
+    the attribute says which of the two it is, chosen anew by each prefill. Training always takes the modules.
+    Raises ValueError for attention that cannot be rolled back (sliding, chunked, linear, hybrid), and for loop="lean"
+    where that loop does not know the model.
     """
 
-    def __init__(self, model, tokenizer=None, name: str = ""):
+    def __init__(self, model, tokenizer=None, name: str = "", loop: str = "auto"):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -70,13 +75,21 @@ class Target:
         accepted = inspect.signature(type(self.body).forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
         self._layer_ids: tuple[int, ...] = ()
+        self._by_hook = True
         self._hooks: list = []
         self._captured: dict[int, Tensor] = {}
+        self._asked, self._lean, self.loop = loop, None, choose_loop(loop, model, self.name)
         self.cache = self.sequences = None
 
     @classmethod
     def from_pretrained(
-        cls, name: str, dtype: str | torch.dtype = "float32", device: str = "cpu", revision=None, device_map=None
+        cls,
+        name: str,
+        dtype: str | torch.dtype = "float32",
+        device: str = "cpu",
+        revision=None,
+        device_map=None,
+        loop: str = "auto",
     ):
         """`name` is a local folder or a hub id; device_map spreads the layers over devices, as in transformers, where
         one does not hold them. Raises OSError naming `target` where neither can be read."""
@@ -89,7 +102,7 @@ class Target:
         except (OSError, ValueError) as error:
             known = "the folder has no readable model" if Path(name).is_dir() else "no such folder, and no hub access"
             raise OSError(f"target={name}: {known}. Give a local folder or a hub id (with network). {error}") from error
-        return cls(model if device_map else model.to(device), tokenizer, name=str(name))
+        return cls(model if device_map else model.to(device), tokenizer, name=str(name), loop=loop)
 
     def _refuse_unsupported(self):
         kinds = set(getattr(self.config, "layer_types", None) or ())
@@ -126,7 +139,7 @@ class Target:
         """
         if not prompts or not all(prompts):
             raise ValueError("a prompt is empty; a sequence needs at least one token")
-        self.capture(layer_ids)
+        self._choose(layer_ids)
         self.sequences = Sequences([0] * len(prompts))
         self.cache = Cache(layers=[_Layer(self.sequences, i) for i in range(self.num_layers)])
         lengths = [len(prompt) for prompt in prompts]
@@ -139,7 +152,8 @@ class Target:
 
     def score(self, anchor: Tensor, draft: Tensor) -> Tensor:
         """anchor [N], draft ids [N,G] -> logits [N,G+1,V]; row k − 1 judges draft token k, row G the token after."""
-        return self.lm_head(self._run(torch.cat([anchor[:, None], draft], 1)))
+        last = self._run(torch.cat([anchor[:, None], draft], 1))
+        return linear(last, self.lm_head.weight, self.lm_head.bias) if self._lean else self.lm_head(last)
 
     def keep(self, counts: list[int]) -> Tensor | None:
         """Commits the first counts[r] of the tokens just run in sequence r, drops the rest -> their hidden
@@ -154,10 +168,20 @@ class Target:
     def _run(self, ids: Tensor) -> Tensor:
         rows = self.sequences
         rows.open(ids.shape[1])
+        if self._lean:
+            last, self._captured = self._lean(ids, rows, self._layer_ids)
+            return last
         ragged = {} if rows.even else {"attention_mask": self._mask(), "position_ids": rows.positions(ids.device)}
         return self.body(
             input_ids=ids, use_cache=True, **ragged, **{self._cache_argument: self.cache}
         ).last_hidden_state
+
+    def _choose(self, layer_ids):
+        """The loop of the sequences that open. Weights may have moved since the last ones, or modules been changed."""
+        self.capture(layer_ids, by_hook=self._asked == "plain")  # our own hooks are no reason against the lean loop
+        self.loop = choose_loop(self._asked, self.model, self.name)
+        self._lean = LeanBody(self.model) if self.loop == "lean" else None
+        self.capture(layer_ids, by_hook=self._lean is None)
 
     def _mask(self) -> Tensor:
         """[N,1,n,T] for sequences of different lengths; those of one length take the model's own path."""
@@ -195,17 +219,18 @@ class Target:
 
     # --- capturing --------------------------------------------------------------------------------------------------
 
-    def capture(self, layer_ids):
-        """Choose the decoder layers whose outputs are kept. Raises ValueError for an id outside 0 … L − 1."""
+    def capture(self, layer_ids, by_hook: bool = True):
+        """Choose the decoder layers whose outputs are kept; the lean loop hands them over without a hook. Raises
+        ValueError for an id outside 0 … L − 1."""
         layer_ids = tuple(layer_ids)
-        if layer_ids == self._layer_ids:
+        if (layer_ids, by_hook) == (self._layer_ids, self._by_hook):
             return
         check_layer_ids(layer_ids, self.num_layers)
         for hook in self._hooks:
             hook.remove()
-        self._captured.clear()
-        self._layer_ids = layer_ids
-        self._hooks = [self.body.layers[l].register_forward_hook(self._keeper(l)) for l in set(layer_ids)]
+        self._captured = {}
+        self._layer_ids, self._by_hook = layer_ids, by_hook
+        self._hooks = [self.body.layers[l].register_forward_hook(self._keeper(l)) for l in set(layer_ids) if by_hook]
 
     def _keeper(self, layer_id: int):
         def hook(module, args, output):
