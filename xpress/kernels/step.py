@@ -66,9 +66,11 @@ class RefineStep:
             raise ValueError(f"num_blocks={N}, num_draft={G}: a step refines one token of one block at least")
         if folded.table.shape[1] != R or folded.table.device != device:
             raise ValueError(
-                f"a table {tuple(folded.table.shape)} on {folded.table.device} for a readout {(V, R)} on {device}: want "
-                "the same rank and device"
+                f"a table {tuple(folded.table.shape)} on {folded.table.device}, a readout {(V, R)} on {device}: want "
+                "one rank and one device"
             )
+        if ids is not None and (ids.shape != (V,) or ids.dtype != torch.long):
+            raise ValueError(f"ids {tuple(ids.shape)} {ids.dtype}: want one int64 target id for each of {V} rows")
         if screen is not None and sampled:
             raise ValueError("a screen gives no q: draw without it (screen=None), or draft greedily (sampled=False)")
         self.folded, self.weight, self.ids, self.screen, self.sampled = folded, weight, ids, screen, sampled
