@@ -41,9 +41,6 @@ class Pretended:
     def capture(self, run, device):
         self.log.append("capture")
         outputs = run()
-        for out in outputs:
-            if out is not None:
-                out.fill_(-1)  # a capture computes nothing
         if self.broken:
             try:
                 raise RuntimeError("operation not permitted when stream is capturing")
@@ -53,7 +50,7 @@ class Pretended:
         def replay():
             self.log.append("replay")
             for out, new in zip(outputs, run()):
-                if out is not None:
+                if out is not None and out.data_ptr() != new.data_ptr():  # what the function keeps by itself
                     out.copy_(new)
 
         return outputs, replay
@@ -174,7 +171,7 @@ def test_moved_weights_make_graphs_anew_and_changed_ones_are_seen(device):
 
 
 def test_arguments_that_do_not_fit_are_named(device):
-    for sizes in ((0,), (1, True), ("1",)):
+    for sizes in ((0,), (True,), (2, "1")):
         with pytest.raises(ValueError, match="sizes="):
             Graphs(mixed, sizes)
     with pytest.raises(ValueError, match="by position"):
@@ -261,8 +258,10 @@ class Cuda:
     @contextlib.contextmanager
     def stream(self, stream):
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def device(self, device):
         return contextlib.nullcontext()
@@ -335,7 +334,7 @@ class TestReal:
     pytestmark = real
 
     def test_a_graph_is_the_eager_step_to_the_bit(self, how, layout, drafts, kind, dtype):
-        """Over changing inputs, alternating passes, streams and modes; weights changed in place, then moved."""
+        """Over changing inputs, alternating passes, streams and modes; weights change in place on the way."""
         setting = dict(layout=layout, drafts=drafts, kind=kind, dtype=dtype, rank=32)
         block, head = on_cuda(**setting)
         function, arguments = refinement(block, head, **how)
@@ -363,7 +362,7 @@ class TestReal:
                 for mine, theirs, looked in zip(got, want, polled):
                     assert (mine is theirs is None) or mine.equal(theirs) and mine.equal(looked)
                 torch.cuda.current_stream().synchronize()
-        assert len(graphs) == (3 if "bits" in how else 4)
+        assert len(graphs) == 4
 
 
 @pytest.mark.gpu

@@ -45,7 +45,8 @@ class RefineStep:
     readout, num_known: the layout's; ids [V]: target id of each row of the readout (None: its place); screen:
     `Screen.of(weight)`, greedy steps read it in the readout's place; sampled: draws from softmax(ℓ/T).
 
-    Weights are referred to, not copied: values changed in place are seen. Raises ValueError for sizes that do not fit,
+    Weights are referred to, not copied: values changed in place are seen. A capture around a call needs one call before
+    it, which compiles kernels and makes a screen's bounds. Raises ValueError for sizes that do not fit,
     and for a screen with sampled, which knows no q.
     """
 
@@ -88,7 +89,7 @@ class RefineStep:
             self._latent = torch.zeros(N, G, R, dtype=weight.dtype, device=device)
             self._zero = self._latent.new_zeros(1, 1, R).expand(N, G, R)
             self._row = tuple(torch.zeros(2, N, G, device=device)) if sampled else None
-            self._counts = torch.arange(G + 1, device=device)
+            self._counts = torch.arange(G + 1, device=device)[:, None].repeat(1, N)
             self._scratch = scratch_for(N, G, R, device)
             # The seed's readout: columns of zeros, and a single line of them for all of the vocabulary.
             self._no_latent = torch.zeros(N, G, 16, dtype=torch.bfloat16, device=device)
@@ -141,7 +142,7 @@ class RefineStep:
             # A block that was closed, or that the last pass confirmed, has the same ids in both buffers.
             settled = counted - (ids[0] == ids[1]).all(1).long()
         elif passes <= self.G:
-            counted = self._counts[passes].expand(self.N)  # no launch, but a pass too many is no reason to refuse
+            counted = self._counts[passes]  # no launch, but a pass too many is no reason to refuse
         else:
             counted = self._counts.new_full((self.N,), passes)
         latent = self._zero if passes == 0 else self._latent
