@@ -13,7 +13,8 @@ FLOORS = [
     ["block", "sampling", "sequences", "linear", "stopping", "files", "memory"]
     + ["kernels.readout_tiles", "kernels.readout_argmax", "kernels.readout_sample"]
     + ["kernels.screen", "kernels.screening_tiles", "kernels.screening", "kernels.top_c"]
-    + ["kernels.latent_tiles", "kernels.refiner_latent", "kernels.graphs", "kernels"],
+    + ["kernels.latent_tiles", "kernels.refiner_latent"]
+    + ["kernels.dispatch", "kernels.step", "kernels.graphs", "kernels"],
     ["lean", "target", "drafter_config", "attention", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
     ["draft", "refine", "verify"],
