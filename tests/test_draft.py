@@ -1,5 +1,6 @@
 """Three ways to choose draft tokens, one meaning: whole rows, the sampling readout, and the greedy readouts."""
 
+import copy
 import importlib
 
 import pytest
@@ -61,7 +62,7 @@ def test_whole_rows_are_kept_where_top_k_cuts_them():
     how, noise = Sampling(0.7, top_k=3), Noise((1, 2, 3))
     assert isinstance(REFINE.chooser(block, how, noise), Rows)
     with pytest.raises(ValueError, match="one seed for each block"):
-        REFINE.chooser(block, how, Noise((1, 2)))
+        refine(None, block, 0, how, Noise((1, 2)))
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -85,3 +86,33 @@ def test_top_c_of_the_whole_vocabulary_is_exact_and_of_few_ids_is_not():
         head.top_c = C
         assert refine(head, block, "auto").ids.equal(exact) is same
     assert refine(head, block, "auto").ids.equal(refine(None, block).ids)  # one candidate: the drafter's own choice
+
+
+def test_a_copy_of_a_head_begins_without_buffers():
+    block, head = block_and_head()
+    head = head.folded()
+    ids = refine(head, block, 2).ids
+    copied = copy.deepcopy(head)
+    assert "_steps" in vars(head) and "_steps" not in vars(copied)
+    nn.init.zeros_(copied.readout.weight)
+    assert refine(head, block, 2).ids.equal(ids) and refine(copied, block, 2).ids.equal(refine(None, block).ids)
+
+
+@pytest.mark.parametrize("passes", [0, 1, 3, 4, 7, "auto"])
+@pytest.mark.parametrize("name", ["refiner", "markov"])
+def test_the_fused_step_is_the_solver(monkeypatch, name, passes):
+    """Tokens, passes and settled passes, of batches that change in size, with weights changed in place between."""
+    for N in (3, 1, 3, 2):
+        block = random_block(N=N, B=5, seed=N)
+        head = HEADS[name](97, block.hidden.shape[2], 5, 16).double().requires_grad_(False)
+        for weight in head.parameters():
+            nn.init.normal_(weight, std=0.2)
+        head = head.folded()
+        for _ in range(2):
+            quick = refine(head, block, passes)
+            with monkeypatch.context() as patch:
+                patch.setattr(REFINE, "fits", lambda *_: False)
+                plain = refine(head, block, passes)
+            assert quick.ids.equal(plain.ids) and quick.passes.equal(plain.passes)
+            assert quick.settled is plain.settled is None or quick.settled.equal(plain.settled)
+            head.readout.weight.mul_(-0.5)

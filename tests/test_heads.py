@@ -302,7 +302,7 @@ def test_a_zero_readout_is_the_bare_drafter_in_every_slot(name, layout, B):
 def test_a_reduced_draft_vocabulary_drafts_its_own_ids_and_feeds_target_ids(layout):
     block = random_block(3, 5, layout, draft_ids=LAST)
     block.anchor[:], block.before[:] = torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
-    head, fed = head_for("markov", block), []
+    head, fed = head_for("gated", block), []
     expected = sweeps(block, head)[:2]
     head.token_embed.register_forward_hook(lambda module, args, output: fed.append(args[0].clone()))
     draft = refine(head, block, 2)

@@ -17,7 +17,7 @@ FLOORS = [
     + ["kernels.dispatch", "kernels.step", "kernels.graphs", "kernels"],
     ["lean", "target", "drafter_config", "attention", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
-    ["draft", "refine", "verify"],
+    ["draft", "fused", "refine", "verify"],
     ["decode", "anchors", "loss"],
     ["metrics", "watch", "probe", "lossless", "prompts", "conversations", "data", "client", "generation", "checkpoint"]
     + ["interop", "gtest", "sampling_check", "evaluate"]

@@ -85,11 +85,15 @@ class Block:
         first = self.layout.first_slot
         return slots[:, first : first + self.num_draft]
 
+    @property
+    def known_ids(self) -> Tensor:
+        """The tokens that open prev_ids, (before, anchor) or (anchor): [N,num_known]."""
+        return torch.stack([self.before, self.anchor][-self.layout.num_known :], 1)
+
     def prev_ids(self, draft: Tensor) -> Tensor:
         """Draft tokens [N,G] (target ids) -> token before what each slot predicts [N,B]."""
-        known = [self.before, self.anchor][-self.layout.num_known :]
         room = self.hidden.shape[1] - self.layout.num_known
-        prev = torch.cat([torch.stack(known, 1), draft[:, :room]], 1)
+        prev = torch.cat([self.known_ids, draft[:, :room]], 1)
         missing = self.hidden.shape[1] - prev.shape[1]  # slots past the last draft token feed nothing that is read
         return torch.nn.functional.pad(prev, (0, missing)) if missing else prev
 

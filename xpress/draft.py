@@ -173,12 +173,16 @@ class Drawing:
         return Redrawn(self.base, self.latent, self.weight, self.temperature, self.logit, self.lse)
 
 
+def check_noise(block: Block, sampling: Sampling, noise: Noise | None):
+    """Raises ValueError for sampled drafts without noise for each block."""
+    if not sampling.greedy_draft and (noise is None or len(noise.seeds) != len(block)):
+        raise ValueError("sampled drafts need noise, one seed for each block")
+
+
 def chooser(block: Block, sampling: Sampling = GREEDY, noise: Noise | None = None):
-    """What turns latents into draft tokens. Raises ValueError for sampled drafts without noise for each block."""
+    """What turns latents into draft tokens."""
     if sampling.greedy_draft:
         return Greedy(block)
-    if noise is None or len(noise.seeds) != len(block):
-        raise ValueError("sampled drafts need noise, one seed for each block")
     cut = sampling.top_k or sampling.top_p < 1
     return (Rows if cut or kernels.backend(block.hidden) == "reference" else Drawing)(block, sampling, noise)
 

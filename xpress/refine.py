@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from xpress.block import Block
-from xpress.draft import Draft, chooser
+from xpress.draft import Draft, check_noise, chooser
+from xpress.fused import fits, fused
 from xpress.heads.base import CorrectionHead
 from xpress.sampling import GREEDY, Noise, Sampling
 
@@ -88,11 +89,15 @@ def refine(
     noise: Noise | None = None,
 ) -> Draft:
     """Draft tokens of a block after `passes`: K passes, 'auto' (stop when a pass changes nothing in a block, at most
-    G), or 'sequential'. head=None or passes=0 is the plain drafter."""
+    G), or 'sequential'. head=None or passes=0 is the plain drafter. Raises ValueError for other passes, and for sampled
+    drafts without noise for each block."""
     check_passes(passes)
-    choose = chooser(block, sampling, noise)
+    check_noise(block, sampling, noise)
     if head is None:
         passes = 0
+    elif passes != "sequential" and fits(head, block, sampling):
+        return fused(head, block, passes, sampling, noise)
+    choose = chooser(block, sampling, noise)
     if passes == "sequential":
         ids, used, settled = _sequential(head, block, choose), torch.zeros(len(block), dtype=torch.long), None
     else:

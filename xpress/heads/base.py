@@ -27,15 +27,23 @@ class CorrectionHead(nn.Module, ABC):
     readout: nn.Linear
     screen: Screen | None = None  # greedy drafts read this copy of the readout instead, with the same result
     top_c: int = 0  # greedy drafts look at so many candidates only: fast, not exact
+    graph_sizes: tuple[int, ...] = (1,)  # batch sizes whose refinement runs as a CUDA graph
 
     def __new__(cls, *args, **kwargs):
         head = super().__new__(cls)
-        given = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+        try:
+            given = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+        except TypeError:  # a copy, which gets its config with its state; or `__init__` says what is wrong
+            return head
         given.apply_defaults()
         arguments = dict(list(given.arguments.items())[1:])
         arguments.update(arguments.pop("kwargs", {}))
         object.__setattr__(head, "config", {"_target_": f"{cls.__module__}.{cls.__qualname__}", **arguments})
         return head
+
+    def __getstate__(self) -> dict:
+        """Copies begin without the buffers and graphs of decoding."""
+        return {name: value for name, value in self.__dict__.items() if name != "_steps"}
 
     def bind(self, target) -> CorrectionHead:
         """Borrow frozen parts of the target, outside parameters and state dict -> self."""
@@ -69,7 +77,7 @@ class CorrectionHead(nn.Module, ABC):
         return self
 
     def weights(self) -> Folded | None:
-        """What xpress.kernels needs to run a pass of this head on its own; None: `latent` runs it."""
+        """What xpress.kernels needs beside `constant` to run a pass of this head; None: `latent` runs it."""
         return None
 
     def init_weights(self, std: float = 0.02):

@@ -41,10 +41,13 @@ def use(name: str):
         _forced.reset(before)
 
 
-def backend(tensor: Tensor) -> str:
-    """'triton' or 'reference' for work on this tensor."""
+def backend(tensor: Tensor, weight: Tensor | None = None) -> str:
+    """'triton' or 'reference' for work on this tensor, with a readout or table [V,R] if one is given: ranks and number
+    types that the kernels do not take go to the reference, unless Triton is forced."""
     name = _forced.get() or _known(os.environ.get("XPRESS_KERNELS", "auto"), "XPRESS_KERNELS")
-    return ("triton" if tensor.is_cuda else "reference") if name == "auto" else name
+    if name != "auto":
+        return name
+    return "triton" if tensor.is_cuda and (weight is None or _argmax.fits(tensor, weight)) else "reference"
 
 
 def fewest_columns(tensor: Tensor) -> int:
@@ -52,32 +55,32 @@ def fewest_columns(tensor: Tensor) -> int:
     return 16 if backend(tensor) == "triton" else 0
 
 
-def _pick(tensor: Tensor, kernel, reference):
-    return kernel if backend(tensor) == "triton" else reference
+def _pick(tensor: Tensor, weight: Tensor, kernel, reference):
+    return kernel if backend(tensor, weight) == "triton" else reference
 
 
 def readout_argmax(base: Tensor, latent: Tensor, weight: Tensor, ids: Tensor | None = None, **rows) -> Tensor:
     """Token ids [N,G] of argmax over v of float32(base) + latent·weight[v]: see readout_argmax_ref."""
-    return _pick(base, _argmax.readout_argmax, _argmax.readout_argmax_ref)(base, latent, weight, ids, **rows)
+    return _pick(base, weight, _argmax.readout_argmax, _argmax.readout_argmax_ref)(base, latent, weight, ids, **rows)
 
 
 def readout_sample(base: Tensor, latent: Tensor, weight: Tensor, ids: Tensor | None = None, **rows) -> Drawn:
     """One draw a row from softmax(ℓ/T), its ℓ/T and the row's log-sum: see readout_sample_ref."""
-    return _pick(base, _sample.readout_sample, _sample.readout_sample_ref)(base, latent, weight, ids, **rows)
+    return _pick(base, weight, _sample.readout_sample, _sample.readout_sample_ref)(base, latent, weight, ids, **rows)
 
 
 def screened_argmax(base: Tensor, latent: Tensor, weight: Tensor, screen: Screen, ids=None, **rows) -> Tensor:
     """readout_argmax's ids (with address= readout_sample's) from a copy of the readout: see screened_argmax_ref."""
-    pick = _pick(base, _screening.screened_argmax, _screening.screened_argmax_ref)
+    pick = _pick(base, weight, _screening.screened_argmax, _screening.screened_argmax_ref)
     return pick(base, latent, weight, screen, ids, **rows)
 
 
 def q_row(base: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
     """ℓ in fp32 of single rows: see q_row_ref."""
-    return _pick(base, _sample.q_row, _sample.q_row_ref)(base, latent, weight)
+    return _pick(base, weight, _sample.q_row, _sample.q_row_ref)(base, latent, weight)
 
 
 def refiner_latent(constant: Tensor, folded: Folded, draft: Tensor, num_known: int, **rows) -> Tensor:
     """z [N,G,R] of the folded refiner for draft tokens [N,G]: see refiner_latent_ref."""
-    pick = _pick(draft, _latent.refiner_latent, _latent.refiner_latent_ref)
+    pick = _pick(draft, folded.table, _latent.refiner_latent, _latent.refiner_latent_ref)
     return pick(constant, folded, draft, num_known, **rows)

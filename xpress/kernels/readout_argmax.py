@@ -233,6 +233,12 @@ def readout_argmax(
     return _answer(rows, base.dim(), packed)
 
 
+def fits(base: Tensor, weight: Tensor) -> bool:
+    """Can the kernels work on a readout like this one, and on these base logits or ids?"""
+    R, kinds = weight.shape[1], {weight.dtype, base.dtype} - {torch.long}
+    return 16 <= R <= 256 and R & (R - 1) == 0 and weight.stride(1) == 1 and kinds <= set(_FLOATS)
+
+
 def launch(rows: Rows, count: int, tile: int | None = None) -> tuple[list, dict]:
     """Checked rows -> (base, latent, weight, sizes and strides; grid and compile-time settings) of the tile kernels."""
     weight, base = rows.weight, rows.base
