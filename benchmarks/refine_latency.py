@@ -26,7 +26,7 @@ import json
 from itertools import cycle
 
 import torch
-from measure import bandwidth, interleaved, machine, rate, show
+from measure import bandwidth, interleaved, machine, rate
 from torch import nn
 
 from xpress import kernels
@@ -178,8 +178,9 @@ def rechecks(sets: list[Set], bits: str) -> float:
     """Ids a row that the screen leaves to the readout itself, over one pass of each set."""
     stats = kernels.Screened()
     for part in sets:
-        z = part.block.rows(part.ours.latent(part.ours.prepare(part.block.hidden), part.block.prev_ids(argmax(part.base))))
-        screen, weight = part.screened[bits].screen, part.ours.readout.weight
+        block, head = part.block, part.ours
+        z = block.rows(head.latent(head.prepare(block.hidden), block.prev_ids(block.to_target(argmax(part.base)))))
+        screen, weight = part.screened[bits].screen, head.readout.weight
         kernels.screened_argmax(part.base, z.contiguous(), weight, screen, part.block.draft_ids, stats=stats)
     return stats.ids_rechecked / stats.rows
 
@@ -204,11 +205,19 @@ def report(row: dict, unit: float, name: str):
     print(f"floor of a pass over all rows: {floor_ * unit:.2f} ({row['bytes'] / 1e6:.1f} MB, ", end="")
     print(f"{row['operations'] / 1e6:.0f} Mflop)")
     show(["a pass over all rows", name, "plain / it", "it / floor", "ids rechecked a row"], lines)
-    ours, full = seconds[f"ours {G}"] - seconds["ours 0"], G * seconds["ours pass"]
-    print(f"K = {G}, settled rows left out: {ours / full:.2f} of {G} full passes, {ours / row['floor_all']:.2f} of ", end="")
-    print(f"its floor; auto / K = {G}: {seconds['ours auto'] / seconds[f'ours {G}']:.2f} ", end="")
-    print(f"(passes {row['passes_used']['hard']}), easy blocks {seconds['easy auto'] / seconds[f'easy {G}']:.2f} ", end="")
-    print(f"(passes {row['passes_used']['easy']})")
+    ours, full, used = seconds[f"ours {G}"] - seconds["ours 0"], G * seconds["ours pass"], row["passes_used"]
+    share, over = ours / full, ours / row["floor_all"]
+    print(f"K = {G}, settled rows left out: {share:.2f} of {G} full passes, {over:.2f} of its floor")
+    for kind, form in (("hard", "ours"), ("easy", "easy")):
+        ratio = seconds[f"{form} auto"] / seconds[f"{form} {G}"]
+        print(f"auto / K = {G}, {kind} blocks (passes {', '.join(map(str, used[kind]))}): {ratio:.2f}")
+
+
+def show(columns: list[str], rows: list[list[str]]):
+    """A table of aligned columns."""
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    for row in (columns, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 def main():

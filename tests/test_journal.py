@@ -283,6 +283,21 @@ def test_tau_is_what_plain_json_makes_of_the_lines(world, tmp_path, changes):
     )
 
 
+def test_a_screened_readout_measures_the_same(world, tmp_path):
+    """Same tokens, same acceptances; top1 is the drafter's own choice, whatever the head says."""
+    found = {}
+    for readout in ("full", "int8", "int4", "bf16", "top1"):
+        measuring(world, tmp_path / readout, readout=readout, passes=[1, "auto"]).run()
+        result = json.loads((tmp_path / readout / "result.json").read_text())
+        assert result["protocol"]["readout"] == readout
+        found[readout] = [timeless([line])[0] for line in lines_of(tmp_path / readout)]
+    assert found["full"] == found["int8"] == found["int4"] == found["bf16"] != found["top1"]
+    drafter, *heads = [
+        [line["accepted"] for line in found["top1"] if name in line["method"]] for name in ("drafter", "K=1", "auto")
+    ]
+    assert heads == [drafter, drafter]
+
+
 # --- K that is chosen on other prompts --------------------------------------------------------------------------------
 
 

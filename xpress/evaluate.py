@@ -40,15 +40,15 @@ class Method:
             "label": self.label,
             "kind": self.kind,
             "checkpoint": self.checkpoint,
-            "head": None if self.head is None else type(self.head).__name__,
+            "head": None if self.head is None else head_name(self.head),
             "passes": None if self.head is None else self.passes,
             "note": self.note,
         }
 
 
 def head_name(head) -> str:
-    """refiner, markov, domino, …"""
-    name = type(head).__name__.lower()
+    """refiner, markov, domino, …; none"""
+    name = "none" if head is None else type(head).__name__.lower().removeprefix("folded")
     return name.removesuffix("head") or name
 
 

@@ -19,12 +19,13 @@ from xpress.journal import Journal, cell, columns
 from xpress.metrics import Counts, tokens_per_second
 from xpress.parts import find, refuse_unknown
 from xpress.refine import check_passes
+from xpress.results import short_names
 from xpress.sampling import Sampling
 from xpress.stopping import Stops
 
 EVAL_KEYS = {"checkpoint", "target", "methods", "passes", "candidates", "bench", "data_dir", "samples", "turns"}
 EVAL_KEYS |= {"protocol", "max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
-EVAL_KEYS |= {"device", "rounds", "batch_size", "stop_strings", "metrics", "check", "out", "resume"}
+EVAL_KEYS |= {"readout", "device", "rounds", "batch_size", "stop_strings", "metrics", "check", "out", "resume"}
 KINDS = ("ar", "bare", "drafter", "head")
 PROTOCOLS = {
     "free": {},
@@ -72,6 +73,7 @@ def settle(raw: dict) -> dict:
         if type(K) is not int or K < 1:
             raise ValueError(f"candidates={K}: give whole numbers of Jacobi passes from 1 up")
     Stops((), tuple(raw["stop_strings"]), tokenizer=object())
+    parts.check_readout(raw["readout"])
     for name in raw["methods"]:
         if name.partition(":")[0] not in KINDS:
             raise ValueError(f"methods: {name} is unknown; known are ar, bare, bare:<path>, drafter, head")
@@ -107,6 +109,8 @@ class Measurement:
                 warn(self.warnings[-1])
         load = lambda path: checkpoint.load(path, self.target, getattr(torch, self.dtype), self.device)  # noqa: E731
         self.checkpoints = {name: load(folder) for name, folder in zip(short_names(raw["checkpoint"]), folders)}
+        for found in self.checkpoints.values():
+            found.head = found.head and parts.for_decoding(found.head, raw["readout"])
         self.candidates = self._candidates() if "best" in raw["passes"] else []
         self.bare = self._bare(provenances)
         facts = self.facts(name)
@@ -175,7 +179,8 @@ class Measurement:
             "target_sha256": self.target.fingerprint(),
             "checkpoint": raw["checkpoint"],
             "checkpoint_sha256": [parts.file_hash(found.path / checkpoint.WEIGHTS) for found in loaded],
-            "head": [type(found.head).__name__ if found.head is not None else "none" for found in loaded],
+            "head": [evaluate.head_name(found.head) for found in loaded],
+            "readout": raw["readout"],
             "block_size": [found.drafter.config.block_size for found in loaded],
             "num_draft": [found.drafter.config.num_draft for found in loaded],
             "methods": [method.label for method in self.methods("best")],
@@ -248,16 +253,6 @@ class Measurement:
         ):
             self.journal.add([{**here, **line} for line in lines])
         return self.journal.of(**here)
-
-
-def short_names(paths: list) -> list[str]:
-    """The last part of each path, made different from each other by what stands before it."""
-    split = [Path(str(path)).parts for path in paths]
-    for length in range(1, max(map(len, split), default=0) + 1):
-        names = ["/".join(part[-length:]) for part in split]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{Path(str(path)).name or path} ({i})" for i, path in enumerate(paths, 1)]
 
 
 def digest(thing) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,6 +23,8 @@ from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.features import feature_scale
 from xpress.files import file_hash
+from xpress.heads import CorrectionHead
+from xpress.kernels import Screen
 from xpress.loss import Term
 from xpress.recipe import TrainSettings
 from xpress.target import Target
@@ -29,6 +32,7 @@ from xpress.target import Target
 REPO = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
+SCREENS = {"full": None, "int8": 8, "int4": 4, "bf16": 16}
 TARGET_KEYS = {"name", "dtype", "revision", "device_map", "loop", "sizes"}
 TERM_VALUES = {
     "rounds": "rounds",
@@ -71,6 +75,25 @@ def dtype_of(name: str | None, device: str) -> str:
     if not isinstance(getattr(torch, str(name), None), torch.dtype):
         raise ValueError(f"dtype={name}: give float32, bfloat16, float16 or float64")
     return name
+
+
+def check_readout(name: str):
+    """Raises ValueError unless `name` is full, int8, int4, bf16 or top<C>."""
+    if name not in SCREENS and not re.fullmatch(r"top[1-9]\d*", str(name)):
+        raise ValueError(f"readout={name}: give full, int8, int4, bf16, or top<C> as top256 (not exact)")
+
+
+def for_decoding(head: CorrectionHead, readout: str = "full") -> CorrectionHead:
+    """The head's inference form, with greedy drafts read out as asked: full; int8, int4, bf16: from a screen, as exact;
+    top<C>: over the C best candidates of the drafter, not exact."""
+    check_readout(readout)
+    head = head.folded()
+    if readout in SCREENS:
+        bits = SCREENS[readout]
+        head.screen = bits and Screen.of(head.readout.weight, bits)
+    else:
+        head.top_c = int(readout[3:])
+    return head
 
 
 def target_of(given: str | None, folders: list[Path]) -> str:

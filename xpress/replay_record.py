@@ -114,12 +114,12 @@ def make_replay(
     found = checkpoint.load(folder, model, getattr(torch, dtype), device)
     if found.head is None:
         say("the checkpoint has no head: plain autoregression and the drafter alone")
-    methods = methods_of(found.drafter, found.head, passes)
+    methods = methods_of(found.drafter, found.head and parts.for_decoding(found.head), passes)
     recordings = record_all(model, ids, methods, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, say=say)
     protocol = {
         "target": name,
         "checkpoint": str(path),
-        "head": "none" if found.head is None else type(found.head).__name__,
+        "head": head_name(found.head),
         "passes": passes,
         "num_draft": found.drafter.config.num_draft,
         "temperature": sampling.temperature,

@@ -58,12 +58,18 @@ def read_all(paths) -> dict[str, dict]:
     twice = [str(file) for file, count in Counter(files).items() if count > 1]
     if twice:
         raise ValueError(f"{twice[0]}: given twice; give each result once")
-    parts = [file.parent.parts if file.name == NAME else (*file.parent.parts, file.stem) for file in files]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
-            break
+    names = short_names([file.parent if file.name == NAME else file.with_suffix("") for file in files])
     return {name: read(file) for name, file in zip(names, files)}
+
+
+def short_names(paths: list) -> list[str]:
+    """The last part of each path, made different from each other by what stands before it."""
+    split = [Path(str(path)).parts for path in paths]
+    for length in range(1, max(map(len, split), default=0) + 1):
+        names = ["/".join(part[-length:]) for part in split]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{Path(str(path)).name or path} ({i})" for i, path in enumerate(paths, 1)]
 
 
 def merge(results: dict[str, dict]) -> dict:
