@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from xpress import checkpoint, parts
+from xpress import checkpoint, interop, parts
 from xpress.decode import generate
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig, default_layer_ids
@@ -232,7 +232,7 @@ def make_target(args, dtype: str, device: str) -> tuple[Target, str | None]:
 
 def make_methods(args, target: Target) -> dict[str, Method]:
     if args.checkpoint:
-        found = checkpoint.load(parts.find(args.checkpoint), target, target.dtype, target.device)
+        found = interop.load(parts.find(args.checkpoint), target, target.dtype, target.device)
         drafter, head = found.drafter, found.head
     else:
         drafter, head = random_parts(target, args.shape or "smollm2_135m", args.block_size)

@@ -16,7 +16,7 @@ FLOORS = [
     + ["kernels.latent_tiles", "kernels.refiner_latent"]
     + ["kernels.dispatch", "kernels.step", "kernels.graphs", "kernels"],
     ["lean", "target", "drafter_config", "attention", "drafter", "deer"]
-    + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads"],
+    + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads.confidence", "heads"],
     ["draft", "fused", "refine", "verify"],
     ["decode", "anchors", "loss"],
     ["metrics", "watch", "probe", "lossless", "prompts", "conversations", "data", "client", "generation", "checkpoint"]

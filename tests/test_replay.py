@@ -17,7 +17,7 @@ from test_scripts import Commands
 from tokenizers import decoders
 from toys import ScriptedDrafter, TutoredDrafter, make_drafter, make_head, make_target, plain
 
-from xpress import Target, build, checkpoint, evaluate, replay_page, replay_record, replay_screen
+from xpress import Target, build, checkpoint, evaluate, load, replay_page, replay_record, replay_screen
 from xpress.decode import Round
 from xpress.heads import Refiner
 from xpress.replay import Recording, Replay, make_scenes, pieces
@@ -407,7 +407,7 @@ def world(tmp_path_factory):
     at = tmp_path_factory.mktemp("replay")
     target = Target.from_pretrained(str(save_model(at / "llama")))
     published_drafter(at / "z-lab", target)
-    found = checkpoint.load(at / "z-lab", target)
+    found = load(at / "z-lab", target)
     head = Refiner(**checkpoint.head_sizes(found.drafter.config), rank=8)
     torch.nn.init.normal_(head.readout.weight)
     checkpoint.save(at / "run", found.drafter, head, {"target": {"name": str(at / "llama")}})

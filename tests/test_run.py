@@ -25,7 +25,7 @@ from ranks import fit_until, weights_of
 from safetensors.torch import load_file
 from toys import XPRESS, count_batch, make_drafter, make_rows, make_run, make_target, make_trainee
 
-from xpress import checkpoint, state
+from xpress import load, state
 from xpress.heads import Refiner
 from xpress.launch import make_accelerator
 from xpress.loss import Term
@@ -449,7 +449,7 @@ def test_killed_at_any_file_operation_it_ends_as_if_nothing_had_happened(make, t
         with killed_at(place, monkeypatch):
             make(out.name, **often).fit({})
         if (folder := state.newest(out)) is not None:
-            assert checkpoint.load(folder).head is not None and state.read(folder)["step"] == int(folder.name[5:])
+            assert load(folder).head is not None and state.read(folder)["step"] == int(folder.name[5:])
         again = make(out.name, **often)
         again.resume()
         assert left_over(out) == []
@@ -498,7 +498,7 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(script):
         _, said = run.communicate(timeout=120)
         assert run.returncode == (130 if number == signal.SIGTERM else -number), said
         folder, resume = state.newest(out), ["resume=true"]
-        assert checkpoint.load(folder).head is not None and state.read(folder)["step"] == int(folder.name[5:]) < 30
+        assert load(folder).head is not None and state.read(folder)["step"] == int(folder.name[5:]) < 30
         assert folder != before  # it went on
     assert f"interrupted after step {int(folder.name[5:])}; go on with the same command and resume=true" in said
     last = script.start("killed", *resume)
@@ -560,7 +560,7 @@ def test_best_is_the_best_and_last_the_last(make, tmp_path):
     names = ["best-0000001"] * 2 + ["best-0000003"] * 4
     assert kept == [[name] for name in names]
     assert {path.name for path in run.out.iterdir() if path.is_dir()} == {"best", "checkpoint", "step-0000006"}
-    best, last = checkpoint.load(run.out / "best"), checkpoint.load(run.out)
+    best, last = load(run.out / "best"), load(run.out)
     assert best.provenance["metrics"]["eval/tau/head"] == 1.8 and last.provenance["metrics"]["eval/tau/head"] == 1.1
     assert not torch.equal(best.head.readout.weight, last.head.readout.weight)
     result = json.loads((run.out / "result.json").read_text())
@@ -575,7 +575,7 @@ def test_the_best_score_survives_a_resume(make, tmp_path):
     assert again.resume() == [] and again.best == {"step": 2, "tau": 1.9}
     scripted(again, [1.3, 1.8, 1.4])
     again.fit({})
-    assert checkpoint.load(again.out / "best").provenance["metrics"]["eval/tau/head"] == 1.9
+    assert load(again.out / "best").provenance["metrics"]["eval/tau/head"] == 1.9
 
 
 def test_a_best_checkpoint_of_steps_that_come_again_is_not_kept(make):
@@ -591,7 +591,7 @@ def test_a_best_checkpoint_of_steps_that_come_again_is_not_kept(make):
     scripted(again, [1.2, 1.4, 1.1])
     again.fit({})
     assert again.best == {"step": 5, "tau": 1.4}
-    assert checkpoint.load(again.out / "best").provenance["metrics"]["eval/tau/head"] == 1.4
+    assert load(again.out / "best").provenance["metrics"]["eval/tau/head"] == 1.4
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------
@@ -645,7 +645,7 @@ def test_a_full_disk_costs_the_save_not_the_run(make, tmp_path):
     assert seen[1] == seen[2] == ["best-0000001", "step-0000001"] and run.best == {"step": 4, "tau": 1.2}
     losses = [[line["loss/refined"] for line in lines_of(tmp_path / name)[1:]] for name in "ab"]
     assert losses[0] == losses[1] and left_over(run.out) == []
-    assert checkpoint.load(run.out / "best").provenance["metrics"]["eval/tau/head"] == 1.2
+    assert load(run.out / "best").provenance["metrics"]["eval/tau/head"] == 1.2
 
 
 def test_lines_that_a_full_disk_refused_come_later(make, tmp_path):

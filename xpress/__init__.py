@@ -6,12 +6,13 @@ response = xpress.generate(target, prompt_ids, found.drafter, found.head, passes
 """
 
 from xpress.block import INFILL, NEXT, Block, target_index
-from xpress.checkpoint import Checkpoint, load, save
+from xpress.checkpoint import Checkpoint, save
 from xpress.decode import Response, Round, decode, generate
 from xpress.draft import Draft
 from xpress.drafter import Context, DFlashDrafter
 from xpress.drafter_config import DrafterConfig
-from xpress.heads import CorrectionHead, DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
+from xpress.heads import ConfidenceHead, CorrectionHead, DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
+from xpress.interop import convert, load
 from xpress.refine import refine
 from xpress.sampling import GREEDY, Noise, Sampling
 from xpress.target import Target
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Block",
     "Checkpoint",
+    "ConfidenceHead",
     "Context",
     "CorrectionHead",
     "DFlashDrafter",
@@ -40,6 +42,7 @@ __all__ = [
     "Sampling",
     "Target",
     "Verdict",
+    "convert",
     "decode",
     "generate",
     "load",

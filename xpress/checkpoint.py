@@ -1,53 +1,67 @@
 """A checkpoint is a folder, never a pickle: config.json, model.safetensors, provenance.json.
 
 Drafter tensors stand under their published names, the head's under `head.`, the map of a reduced draft vocabulary as
-`d2t` (target id = draft id + d2t[draft id]). Frozen target weights are not stored. `feature_scale` is folded into `fc`
-on saving (powers of two, so exactly), and taken out again on loading. Loading accounts for every tensor.
+`d2t` (target id = draft id + d2t[draft id]), a confidence head's under `confidence.`. Frozen target weights are not
+stored. `feature_scale` is folded into `fc` on saving (powers of two, so exactly), and taken out again on loading.
+Reading, of this and of every other format, is xpress/interop's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
-from xpress.files import new_folder, write_json
-from xpress.heads import CorrectionHead
+from xpress.files import file_hash, new_folder, write_json
+from xpress.heads import ConfidenceHead, CorrectionHead
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
+INDEX, RESEARCH = "model.safetensors.index.json", "refiner_cotrain.pt"  # weights in several files; a research file
+CONVERSION = "conversion.json"  # what a conversion read and wrote
+MOST_JSON = 64 * 2**20  # bytes; no config or index is near this
 
 
 @dataclass
 class Checkpoint:
-    """What a folder holds, bound to its target where one was given. head is None for a plain drafter."""
+    """What a folder holds, bound to its target where one was given. head is None for a plain drafter.
+
+    confidence: a DSpark checkpoint's second head, None where there is none; format: the layout that was found;
+    notes: what was left out or taken on trust while reading it.
+    """
 
     drafter: DFlashDrafter
     head: CorrectionHead | None
     provenance: dict
     path: Path
+    confidence: ConfidenceHead | None = None
+    format: str = "ours"
+    notes: tuple[str, ...] = ()
 
 
 def locate(path: str | Path) -> Path:
-    """The folder that holds the checkpoint: `path` itself, for a training run its `checkpoint`, for a hub id
-    ("owner/name") the downloaded copy. Raises FileNotFoundError with the remedy.
+    """Where the checkpoint is: `path` itself, for a training run its `checkpoint`, for a hub id ("owner/name") the
+    downloaded copy. A folder, or the file of a research checkpoint. Raises FileNotFoundError with the remedy.
     """
     hub_id = str(path)
     path = Path(path).expanduser()
     if not path.exists() and hub_id.count("/") == 1 and hub_id[0] not in "./~":
         path = _download(hub_id)
+    if path.is_file() and path.suffix == ".pt":
+        return path
     for folder in (path, path / "checkpoint"):
-        if (folder / CONFIG).exists():
-            missing = [name for name in (WEIGHTS,) if not (folder / name).exists()]
-            if missing:
-                raise FileNotFoundError(f"checkpoint={path}: {missing[0]} is missing; the folder is incomplete")
+        if (folder / CONFIG).exists() and any((folder / name).exists() for name in (WEIGHTS, INDEX)):
             return folder
+        if (folder / RESEARCH).exists():
+            return folder / RESEARCH
+        if (folder / CONFIG).exists():
+            raise FileNotFoundError(f"checkpoint={path}: {WEIGHTS} is missing; the folder is incomplete")
     raise FileNotFoundError(
         f"checkpoint={path}: no {CONFIG} there. Give the folder that training wrote, or train one first "
         "(bash scripts/quickstart.sh trains one in minutes)"
@@ -56,14 +70,33 @@ def locate(path: str | Path) -> Path:
 
 def provenance_of(folder: Path) -> dict:
     """Where a checkpoint comes from; {} for one that does not say."""
-    return _read_json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
+    for name, pick in ((PROVENANCE, lambda found: found), (CONVERSION, lambda found: found.get("provenance") or {})):
+        if (folder / name).exists():
+            return pick(read_json(folder / name))
+    return {}
+
+
+def weight_files(place: Path) -> list[Path]:
+    """The files of the weights of what `locate` found, in one order."""
+    if place.is_file():
+        return [place]
+    return [place / WEIGHTS] if (place / WEIGHTS).exists() else sorted(place.glob("*.safetensors"))
+
+
+def weights_hash(place: Path) -> str:
+    """sha256 of the weights of what `locate` found; of several files, of their hashes."""
+    hashes = [file_hash(file) for file in weight_files(place)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=[WEIGHTS, CONFIG, PROVENANCE]))
+        folder = Path(snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
+        if not weight_files(folder):  # a research file beside them would double the download
+            folder = Path(snapshot_download(hub_id, allow_patterns=["*.json", RESEARCH]))
+        return folder
     except Exception as error:  # the hub client raises a dozen kinds
         raise FileNotFoundError(
             f"checkpoint={hub_id}: no such folder, and the hub cannot be read ({type(error).__name__}); give a local "
@@ -88,60 +121,35 @@ def tensors_of(drafter: DFlashDrafter, head: CorrectionHead | None) -> dict[str,
     """What a checkpoint holds, on the CPU. Sharded parameters are gathered: then all processes call it together."""
     both = drafter.state_dict() | ({} if head is None else {f"head.{k}": v for k, v in head.state_dict().items()})
     tensors = {name: whole(weight) for name, weight in both.items()}
-    tensors["fc.weight"] = _scaled(tensors["fc.weight"], drafter.config.feature_scale)
-    if drafter.draft_ids is not None:
-        ids = drafter.draft_ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-    return tensors
+    tensors["fc.weight"] = scaled(tensors["fc.weight"], drafter.config.feature_scale)
+    return tensors | id_map(drafter.config.draft_ids)
+
+
+def id_map(draft_ids) -> dict[str, torch.Tensor]:
+    """d2t [V_draft]: target id − draft id of a reduced vocabulary; {} for the whole one."""
+    return {} if draft_ids is None else {"d2t": torch.tensor(draft_ids) - torch.arange(len(draft_ids))}
 
 
 def write(folder: Path, drafter, head, tensors: dict[str, torch.Tensor], provenance: dict | None = None):
     """The files of a checkpoint into a folder that is there."""
-    config = drafter.config.to_json() | {"dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
+    write_files(folder, drafter.config, head and head.config, tensors, provenance)
+
+
+def write_files(folder: Path, config: DrafterConfig, head: dict | None, tensors, provenance=None, confidence=None):
+    """The same from what it is made of: head, the config that builds it; confidence, the rank that its head reads."""
+    raw = config.to_json() | {"dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
     if head is not None:
-        config["head"] = head.config
+        raw["head"] = head
+    if confidence is not None:
+        raw["confidence"] = {"rank": confidence}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG, raw)
     write_json(folder / PROVENANCE, provenance or {})
 
 
-def _scaled(fc: torch.Tensor, scale, power: float = 1.0) -> torch.Tensor:
+def scaled(fc: torch.Tensor, scale, power: float = 1.0) -> torch.Tensor:
+    """fc.weight [D,M·D] times a factor for each captured layer, to a power."""
     return (fc.unflatten(1, (len(scale), -1)) * fc.new_tensor(scale)[:, None] ** power).flatten(1)
-
-
-def load(path: str | Path, target=None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Checkpoint:
-    """Read a checkpoint folder (ours or a z-lab dFlash drafter) and bind it to `target`.
-
-    Raises FileNotFoundError for a missing or partial folder, ValueError for tensors that are missing, unexpected, of
-    another shape or not finite, and for a checkpoint that belongs to another target.
-    """
-    folder = locate(path)
-    raw = _read_json(folder / CONFIG)
-    provenance = provenance_of(folder)
-    tensors = _read_tensors(folder / WEIGHTS)
-    d2t = tensors.pop("d2t", None)
-    draft_ids = None if d2t is None else (d2t.long() + torch.arange(len(d2t))).tolist()
-    if draft_ids is None and (raw.get("draft_vocab_size") or raw.get("vocab_size")) != raw.get("vocab_size"):
-        raise ValueError(f"{folder}: draft_vocab_size is reduced, but {WEIGHTS} has no map 'd2t'")
-    drafter = DFlashDrafter(DrafterConfig.from_json(raw, draft_ids))
-    if "fc.weight" in tensors and tensors["fc.weight"].shape == drafter.fc.weight.shape:
-        tensors["fc.weight"] = _scaled(tensors["fc.weight"], drafter.config.feature_scale, -1.0)
-    head = build_head(raw["head"]) if raw.get("head") else None
-    if head is not None:
-        check_head({**head.config, "draft_vocab_size": head.readout.out_features}, drafter.config)
-    ours = {f"head.{name}": weight for name, weight in head.state_dict().items()} if head is not None else {}
-    _account(folder, {**drafter.state_dict(), **ours}, tensors)
-    drafter.to(device=device, dtype=dtype).eval()
-    drafter.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("head.")})
-    if head is not None:
-        head.to(device=device, dtype=dtype).eval()
-        head.load_state_dict({name[5:]: t for name, t in tensors.items() if name.startswith("head.")})
-    if target is not None:
-        check_target(provenance, target, folder)
-        drafter.bind(target)
-        if head is not None:
-            head.bind(target)
-    return Checkpoint(drafter, head, provenance, folder)
 
 
 def head_class(path: str) -> type[CorrectionHead]:
@@ -162,40 +170,21 @@ def build_head(config: dict) -> CorrectionHead:
     kind = head_class(arguments.pop("_target_", ""))
     try:
         return kind(**arguments)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:  # RuntimeError: torch refuses a size
         raise ValueError(f"head {kind.__name__}: {error}") from error
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """A JSON object from a file. Raises ValueError, naming the file, for anything else."""
+    if path.stat().st_size > MOST_JSON:
+        raise ValueError(f"{path}: {path.stat().st_size >> 20} MiB is no config; copy the checkpoint again")
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: not a JSON object")
     return found
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged or truncated ({error}); copy or train it again") from error
-
-
-def _account(folder: Path, wanted: dict, found: dict):
-    """Every tensor is expected, present, of the right shape, and finite."""
-    problems = [f"missing {name} {list(t.shape)}" for name, t in wanted.items() if name not in found]
-    problems += [f"unexpected {name}" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        if wanted[name].shape != found[name].shape:
-            problems.append(f"{name} has shape {list(found[name].shape)}, expected {list(wanted[name].shape)}")
-        elif not torch.isfinite(found[name].float()).all():
-            problems.append(f"{name} holds NaN or infinity")
-    if problems:
-        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
-        raise ValueError(f"{folder}: not loaded, nothing partial: {'; '.join(sorted(problems)[:8])}{more}")
 
 
 def head_sizes(config: DrafterConfig) -> dict:

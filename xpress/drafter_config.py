@@ -75,6 +75,11 @@ class DrafterConfig:
                 raise ValueError(
                     "draft_ids: a reduced vocabulary is a non-empty, ascending list of distinct target ids"
                 )
+        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads}, "
+                f"head_dim={self.head_dim}: the first must be a multiple of the second, the third even"
+            )
         if self.rope_parameters["rope_type"] not in SCALINGS:
             kind = self.rope_parameters["rope_type"]
             raise ValueError(f"rope_type={kind!r}: supported rotary scalings are {', '.join(SCALINGS)}")
@@ -137,6 +142,13 @@ class DrafterConfig:
         missing += [key for key in (*sizes, "num_target_layers", "vocab_size") if raw.get(key) is None]
         if missing:
             raise ValueError(f"drafter config: {', '.join(missing)} missing; is this config.json a dFlash drafter's?")
+        for key in (*sizes, "num_target_layers", "vocab_size", "block_size", "head_dim", "max_position_embeddings"):
+            value = find(key) if key == "block_size" else raw.get(key)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"drafter config: {key}={value!r} is no positive whole number; restore config.json")
+        ids, mask = find("target_layer_ids"), find("mask_token_id")
+        if not isinstance(ids, list | tuple) or any(type(i) is not int for i in [*ids, mask]):
+            raise ValueError(f"drafter config: target_layer_ids={ids!r}, mask_token_id={mask!r}: give whole numbers")
         return cls(
             hidden_size=raw["hidden_size"],
             intermediate_size=raw["intermediate_size"],

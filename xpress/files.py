@@ -45,15 +45,22 @@ def write_json(path: Path, content) -> None:
 
 
 @contextmanager
-def new_folder(path: Path):
-    """Yields a temporary folder that becomes `path` when everything in it is written; replaces nothing but itself."""
+def new_folder(path: Path, replace: bool = True):
+    """Yields a temporary folder that becomes `path` when everything in it is written; replaces nothing but itself.
+
+    replace=False: raises FileExistsError, before anything is written, where `path` is there.
+    """
     path = Path(path)
+    if path.exists() and not replace:
+        raise FileExistsError(f"{path} exists; give another name, nothing is written over it")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        if path.exists():  # an older version of the same checkpoint: out of the way in one rename, then gone
+        if (
+            path.exists() and replace
+        ):  # an older version of the same checkpoint: out of the way in one rename, then gone
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             path.rename(old)
             temporary.rename(path)

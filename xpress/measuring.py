@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from xpress import checkpoint, evaluate, parts, prompts, tables
+from xpress import checkpoint, evaluate, interop, parts, prompts, tables
 from xpress.evaluate import Method
 from xpress.journal import Journal, cell, columns
 from xpress.metrics import Counts, tokens_per_second
@@ -107,7 +107,7 @@ class Measurement:
             if found:
                 self.warnings.append(f"{folder.name}: {found}")
                 warn(self.warnings[-1])
-        load = lambda path: checkpoint.load(path, self.target, getattr(torch, self.dtype), self.device)  # noqa: E731
+        load = lambda path: interop.load(path, self.target, getattr(torch, self.dtype), self.device)  # noqa: E731
         self.checkpoints = {name: load(folder) for name, folder in zip(short_names(raw["checkpoint"]), folders)}
         for found in self.checkpoints.values():
             found.head = found.head and parts.for_decoding(found.head, raw["readout"])
@@ -143,7 +143,7 @@ class Measurement:
                 loaded.setdefault(path, parts.bare_drafter(None, provenance, self.target, self.dtype, self.device))
         if len(loaded) > 1:  # a checkpoint that names none says nothing beside one that does
             loaded = {path: found for path, found in loaded.items() if found} or {None: None}
-        self.bare_files = [found and found.path / checkpoint.WEIGHTS for found in loaded.values()]
+        self.bare_files = [found and found.path for found in loaded.values()]
         names = ["bare"] if len(loaded) == 1 else [f"bare:{name}" for name in short_names(list(loaded))]
         rows = zip(names, loaded.values())
         return [
@@ -178,13 +178,13 @@ class Measurement:
             "target": name,
             "target_sha256": self.target.fingerprint(),
             "checkpoint": raw["checkpoint"],
-            "checkpoint_sha256": [parts.file_hash(found.path / checkpoint.WEIGHTS) for found in loaded],
+            "checkpoint_sha256": [checkpoint.weights_hash(found.path) for found in loaded],
             "head": [evaluate.head_name(found.head) for found in loaded],
             "readout": raw["readout"],
             "block_size": [found.drafter.config.block_size for found in loaded],
             "num_draft": [found.drafter.config.num_draft for found in loaded],
             "methods": [method.label for method in self.methods("best")],
-            "bare_sha256": [file and parts.file_hash(file) for file in self.bare_files],
+            "bare_sha256": [file and checkpoint.weights_hash(file) for file in self.bare_files],
             **{key: raw[key] for key in kept},
             **({"candidates": self.candidates} if self.candidates else {}),
             "batch_size": raw["batch_size"],

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import torch
 
-from xpress import batches, checkpoint, data, prompts, state
+from xpress import batches, checkpoint, data, interop, prompts, state
 from xpress.anchors import Batch
 from xpress.client import Tokens
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.features import feature_scale
-from xpress.files import file_hash
 from xpress.heads import CorrectionHead
 from xpress.kernels import Screen
 from xpress.loss import Term
@@ -150,13 +149,13 @@ def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -
     fields = {field.name for field in dataclasses.fields(DrafterConfig)}
     refuse_unknown("drafter", section, fields)
     if init is not None:
-        found = checkpoint.load(find(init), target, device=target.device)
+        found = interop.load(find(init), target, device=target.device)
         for key, wanted in {**section, "draft_vocab_size": vocab}.items():
             have = getattr(found.drafter.config, key)
             if wanted is not None and (list(have) if isinstance(have, tuple) else have) != wanted:
                 raise ValueError(f"drafter.{key}={wanted}, but drafter.init={init} has {have}; drop one of the two")
         check_sizes("drafter", sizes, init, found.drafter.config)
-        origin = {"path": from_anywhere(init), "sha256": file_hash(found.path / checkpoint.WEIGHTS)}
+        origin = {"path": from_anywhere(init), "sha256": checkpoint.weights_hash(found.path)}
         return found.drafter, origin
     config = DrafterConfig.for_target(target, **section)
     if vocab is not None:
@@ -244,10 +243,10 @@ def bare_drafter(path: str | None, provenance: dict, target, dtype: str, device:
     if path is None:
         start = find(origin.get("path"))
         try:
-            weights = checkpoint.locate(start) / checkpoint.WEIGHTS if start and Path(start).exists() else None
+            weights = checkpoint.locate(start) if start and Path(start).exists() else None
         except FileNotFoundError:
             weights = None
-        if weights is None or file_hash(weights) != origin.get("sha256"):
+        if weights is None or checkpoint.weights_hash(weights) != origin.get("sha256"):
             return None
         path = start
-    return checkpoint.load(find(path), target, getattr(torch, dtype), device)
+    return interop.load(find(path), target, getattr(torch, dtype), device)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from xpress import checkpoint, parts
+from xpress import checkpoint, interop, parts
 from xpress.decode import decode, room_for
 from xpress.evaluate import Method, head_name
 from xpress.lossless import first_difference
@@ -111,7 +111,7 @@ def make_replay(
         say(f"WARNING: {changed}")
     ids = render(model.tokenizer, [{"role": "user", "content": prompt}], thinking)
     room_for(model, ids, max_new_tokens)
-    found = checkpoint.load(folder, model, getattr(torch, dtype), device)
+    found = interop.load(folder, model, getattr(torch, dtype), device)
     if found.head is None:
         say("the checkpoint has no head: plain autoregression and the drafter alone")
     methods = methods_of(found.drafter, found.head and parts.for_decoding(found.head), passes)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from xpress import checkpoint
+from xpress import checkpoint, interop
 from xpress.checkpoint import whole
 from xpress.files import new_folder, write_json
 from xpress.recipe import differences
@@ -114,7 +114,7 @@ def check(folder: Path, saved: dict, now: dict) -> list[str]:
 def load(folder: Path, run) -> None:
     """Weights, moments and random states of `folder` into `run`, whatever the number of processes. Nothing is changed
     where a file is missing or damaged."""
-    found = checkpoint.load(folder, dtype=next(run.trainee.drafter.parameters()).dtype)
+    found = interop.load(folder, dtype=next(run.trainee.drafter.parameters()).dtype)
     parts = {"drafter": found.drafter} | ({"head": found.head} if found.head is not None else {})
     tensors = {f"{part}.{name}": t for part, module in parts.items() for name, t in module.state_dict().items()}
     moments, states = (tensors_in(folder / f"{name}.safetensors") for name in ("optimizer", "random"))
