@@ -101,7 +101,9 @@ def research(folder, target, kind="xpress"):
     published_drafter(folder, target, B)
     drafter = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    args = argparse.Namespace(markov_rank=R, mlp_ratio=2, input_mode="concat", no_residual=True, run_name="toy", lr=6e-4)
+    args = argparse.Namespace(
+        markov_rank=R, mlp_ratio=2, input_mode="concat", no_residual=True, run_name="toy", lr=6e-4
+    )
     head = refiner(target.vocab_size, target.hidden_size) | {"mix.tril": torch.ones(B, B).tril()}
     if kind == "markov":
         head = {n.removeprefix("markov_"): t for n, t in markov(target.vocab_size, target.hidden_size).items()}
@@ -203,10 +205,10 @@ def speculators(folder, target, kind="xpress", reduced=False, sample_from_anchor
 
 
 def ours(folder, target):
-    published_drafter(folder, target, B, feature_scale=[2.0, 0.5])
+    published_drafter(folder, target, B, feature_scale=[2.0, 0.5], draft_vocab_size=None)
     names = {"markov_w1.weight": "token_embed.weight", "markov_w2.weight": "readout.weight"}
     V, D = target.vocab_size, target.hidden_size
-    sizes = {"vocab_size": V, "hidden_size": D, "block_size": B, "rank": R}
+    sizes = {"vocab_size": V, "hidden_size": D, "block_size": B, "rank": R, "draft_vocab_size": None}
     head = {"_target_": "xpress.heads.markov.GatedMarkovHead", **sizes}
     tensors = {f"head.{names.get(name, name)}": t for name, t in markov(V, D, "gated").items()}
     edit(folder, lambda raw: raw.update(head=head), lambda found: found.update(tensors))

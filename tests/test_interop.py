@@ -1,8 +1,7 @@
 """Weights move both ways: every published layout loads, decodes without loss, and comes back from every format."""
 
 import json
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from toys import D, V, make_drafter, make_head, make_rows, make_target, plain
 
 from xpress import generate, load, save
 from xpress.features import OnlineFeatures
-from xpress.interop import FORMATS, convert, formats_for, layer_ids, plan, read, write
+from xpress.interop import FORMATS, convert, formats_for, layer_ids, matrix, plan, read, write
 from xpress.loss import Term
 from xpress.recipe import TrainSettings
 from xpress.train import Run
@@ -45,6 +44,7 @@ HOLD = {  # the formats that can hold what each published checkpoint is
     "speculators-reduced": "ours speculators",
     "ours": "ours speculators",
 }
+HEADED = [name for name in MAKERS if not name.startswith("zlab") and name not in ("dspark-none", "speculators-dflash")]
 
 
 def tokens(target, found):
@@ -144,7 +144,11 @@ def bias_of_markov(t, hidden, prev, kind):
 
 def bias_of_domino(t, target, hidden, prev, prefix_len, shift):
     """One GRU cell a slot, gates in the order r, z, n."""
-    rows, state, out = target.embedding(prev), hidden.new_zeros(len(hidden), t["prefix_gru.weight_hh_l0"].shape[1]), []
+    rows, state, out = (
+        target.embedding(prev).double(),
+        hidden.new_zeros(len(hidden), t["prefix_gru.weight_hh_l0"].shape[1]),
+        [],
+    )
     for k in range(B):
         xr, xz, xn = (rows[:, k] @ t["prefix_gru.weight_ih_l0"].T).chunk(3, -1)
         hr, hz, hn = (state @ t["prefix_gru.weight_hh_l0"].T).chunk(3, -1)
@@ -156,24 +160,23 @@ def bias_of_domino(t, target, hidden, prev, prefix_len, shift):
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("made, name", [(n, n) for n in MAKERS if n != "zlab"], indirect=["made"])
+@pytest.mark.parametrize("made, name", [(n, n) for n in HEADED], indirect=["made"])
 @torch.no_grad()
 def test_a_loaded_head_is_the_published_function(made, name, target):
-    found = load(made, target)
+    found = load(made, target, torch.float64)
     torch.manual_seed(3)
-    hidden, prev = torch.randn(3, B, D), torch.randint(V, (3, B))
-    if found.head is None:
-        return
+    hidden, prev = torch.randn(3, B, D).double(), torch.randint(V, (3, B))
+    wide = lambda tensors: {name: t.double() for name, t in tensors.items()}  # noqa: E731
     if "domino" in name:
         tensors = {n.removeprefix("logit_head."): t for n, t in load_file(made / "model.safetensors").items()}
-        wanted = bias_of_domino(tensors, target, hidden, prev, 1, "infill" not in name)
+        wanted = bias_of_domino(wide(tensors), target, hidden, prev, 1, "infill" not in name)
     elif "xpress" in name or "serving" in name or "reduced" in name:
-        wanted = bias_of_refiner(refiner(V, D, len(REDUCED) if "reduced" in name else V), hidden, prev)
+        wanted = bias_of_refiner(wide(refiner(V, D, len(REDUCED) if "reduced" in name else V)), hidden, prev)
     else:
         kind = next((kind for kind in ("rnn", "gated") if kind in name), "vanilla")
         kind = "gated" if name in ("ours", "speculators-dspark") else kind
-        wanted = bias_of_markov(markov(V, D, kind), hidden, prev, kind)
-    torch.testing.assert_close(found.head(hidden, prev), wanted, rtol=1e-5, atol=1e-5)
+        wanted = bias_of_markov(wide(markov(V, D, kind)), hidden, prev, kind)
+    torch.testing.assert_close(found.head(hidden, prev), wanted, rtol=1e-6, atol=1e-6)
 
 
 @torch.no_grad()
@@ -192,7 +195,7 @@ def test_layer_ids_name_the_same_state_in_every_format(target, tmp_path):
     """Against transformers' own tuple: z-lab's id l is hidden_states[l + 1], speculators' id l is hidden_states[l]."""
     made = {"zlab": zlab(tmp_path / "z", target), "speculators": speculators(tmp_path / "s", target)}
     states = target.model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
-    for format, folder in made.items():
+    for folder in made.values():
         raw = json.loads((folder / "config.json").read_text())
         ids = raw.get("aux_hidden_state_layer_ids") or [i + 1 for i in raw["dflash_config"]["target_layer_ids"]]
         _, features = target.prefill([PROMPT], load(folder, target).drafter.layer_ids)
@@ -224,7 +227,7 @@ def test_layer_ids(ids, given, wanted, found):
 
 def test_domino_drafts_what_its_publication_drafts(target, tmp_path):
     """The next-token kind reads B − 1 slots, DSpark all B."""
-    drafts = {name: plan(MAKERS[name][1](tmp_path / name, target)).config.num_draft for name in MAKERS if "-n" not in name}
+    drafts = {name: plan(make(tmp_path / name, target), target).config.num_draft for name, (_, make) in MAKERS.items()}
     assert {name: n for name, n in drafts.items() if name.startswith("domino")} == dict.fromkeys(
         ["domino", "domino-author", "domino-infill"], B - 1
     )
@@ -236,9 +239,13 @@ def test_a_next_token_checkpoint_trains_here(target, tmp_path, name):
     found = load(MAKERS[name][1](tmp_path / "c", target), target)
     assert found.drafter.config.layout == "next"
     before = {key: t.clone() for key, t in found.head.state_dict().items()}
-    trainee = Trainee(found.drafter.train(), found.head.train(), [Term("refined", "gold"), Term("own", "self", rounds=2)])
+    trainee = Trainee(
+        found.drafter.train(), found.head.train(), [Term("refined", "gold"), Term("own", "self", rounds=2)]
+    )
     settings = TrainSettings(steps=2, batch_size=2, max_anchors=4, log_every=1)
-    run = Run(tmp_path / "run", trainee, make_rows(9, 12), OnlineFeatures(target, found.drafter.layer_ids, False), settings)
+    run = Run(
+        tmp_path / "run", trainee, make_rows(9, 12), OnlineFeatures(target, found.drafter.layer_ids, False), settings
+    )
     run.out.mkdir()
     run.fit({"target": {"fingerprint": target.fingerprint()}})
     trained = load(tmp_path / "run", target)
@@ -272,12 +279,16 @@ def test_a_reduced_vocabulary_travels_with_its_map_and_rows(target, tmp_path):
         assert torch.equal(stored["d2t"] + torch.arange(len(REDUCED)), torch.tensor(REDUCED))
         assert tokens(target, load(tmp_path / format, target)) == tokens(target, load(tmp_path / "c", target))
         convert(tmp_path / format, tmp_path / f"{format}-2", "zlab")  # the rows go on without a target
-        assert torch.equal(load_file(tmp_path / f"{format}-2" / "model.safetensors")["lm_head.weight"], stored["lm_head.weight"])
+        assert torch.equal(
+            load_file(tmp_path / f"{format}-2" / "model.safetensors")["lm_head.weight"], stored["lm_head.weight"]
+        )
 
 
 def test_speculators_gets_the_targets_layers_from_where_they_are_known(target, tmp_path):
     folder = speculators(tmp_path / "c", target)
-    with pytest.raises(ValueError, match="how many layers the target has.*'someone/target' is no local folder; give target"):
+    with pytest.raises(
+        ValueError, match="how many layers the target has.*'someone/target' is no local folder; give target"
+    ):
         read(folder)
     at = str(save_model(tmp_path / "target"))
     edit(folder, lambda raw: raw["speculators_config"]["verifier"].update(name_or_path=at))
@@ -341,18 +352,55 @@ def test_a_failing_conversion_leaves_nothing(target, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_the_script_converts_and_prints_the_matrix(target, tmp_path):
+@pytest.fixture
+def script(capsys):
+    """scripts/convert.py in this process -> its exit status or message, what it printed."""
+    main = runpy.run_path(str(ROOT / "scripts" / "convert.py"))["main"]
+
+    def call(*words):
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as end:
+            status = end.code
+        return status, capsys.readouterr().out
+
+    return call
+
+
+def test_the_script_converts(script, target, tmp_path):
     folder = serving(tmp_path / "c", target)
-    run = lambda *words: subprocess.run(  # noqa: E731
-        [sys.executable, str(ROOT / "scripts" / "convert.py"), *words], capture_output=True, text=True, cwd=ROOT
-    )
-    done = run(str(folder), str(tmp_path / "out"), "format=ours")
-    assert done.returncode == 0 and "XPress serving folder" in done.stdout, done.stderr
+    status, out = script(folder, tmp_path / "out", "format=ours")
+    assert status is None and f"{folder}: XPress serving folder" in out and f"{tmp_path / 'out'}: our own folder" in out
     same_tensors(read(folder).tensors, read(tmp_path / "out").tensors)
-    done = run(str(folder), str(tmp_path / "out"), "format=ours")
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "exists" in done.stderr
-    done = run("matrix")
-    assert done.returncode == 0, done.stderr
-    for format in FORMATS:
-        assert any(line.split()[:1] == [format] for line in done.stdout.splitlines())
-    assert "FAILED" not in done.stdout
+    for words, said in (
+        ([folder, tmp_path / "out", "format=ours"], "exists; give another name"),
+        ([folder, tmp_path / "new", "format=zlab"], "drop=head leaves the head out"),
+        ([folder, tmp_path / "new", "format=zlab", "drop="], "once, with a value"),
+        ([folder, tmp_path / "new", "format=zlab", "fromat=ours"], "give SRC DST format="),
+        ([folder, "format=zlab"], "give SRC DST format="),
+        ([folder, tmp_path / "new", "format=zlab", "target=nowhere"], "target=nowhere: no such folder"),
+    ):
+        status, out = script(*words)
+        assert status.startswith("error: ") and said in status and not (tmp_path / "new").exists() and out == ""
+    status, out = script(folder, tmp_path / "new", "format=zlab", "drop=head")
+    assert status is None and "head: left out as asked" in out and read(tmp_path / "new").head is None
+
+
+def test_the_matrix_has_every_format_and_tells_a_failure(script, monkeypatch):
+    first = {case[0]: case for case in reversed(matrix.CASES)}
+    assert set(first) == set(FORMATS)
+    monkeypatch.setattr(matrix, "CASES", list(first.values()))
+    status, out = script("matrix")
+    rows = {line.split()[0]: line for line in out.splitlines()[1:]}
+    assert status is None and set(rows) == set(FORMATS) and "FAILED" not in out
+    assert all("yes, tau" in row for row in rows.values())
+
+    def forgetful(weights, target, whole=FORMATS["serving"].files):
+        files = whole(weights, target)
+        files.tensors.pop("xpress_head.mix.L")
+        return files
+
+    monkeypatch.setattr(FORMATS["serving"], "files", forgetful)
+    monkeypatch.setattr(matrix, "CASES", [first["serving"]])
+    status, out = script("--matrix")
+    assert status == "error: a format FAILED" and "missing xpress_head.mix.L" in out

@@ -7,6 +7,7 @@ convert("outputs/run", "served", "zlab")                   another layout of the
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -32,10 +33,19 @@ PACKAGES = ("xpress-refiner", "torch", "transformers", "safetensors")
 DROPS = ("head", "confidence")
 
 
+def _say(text: str):
+    print(text, file=sys.stderr)
+
+
 def load(
-    path: str | Path, target=None, dtype: torch.dtype = torch.float32, device: str = "cpu", drafter=None
+    path: str | Path,
+    target=None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    drafter: str | Path | None = None,
+    say: Callable[[str], None] | None = _say,
 ) -> Checkpoint:
-    """Read a checkpoint of any format and bind it to `target`; says on stderr which format it is, unless ours.
+    """Read a checkpoint of any format and bind it to `target`. `say` (stderr) is told which format it is, unless ours.
 
     path: a folder, a training run's folder, a research file or a hub id; drafter: for a research file, the folder of
     the dFlash drafter that it started from. Raises FileNotFoundError for a missing or partial folder, ValueError for a
@@ -43,8 +53,8 @@ def load(
     a checkpoint that belongs to another target.
     """
     weights = read(path, target, drafter)
-    if weights.format != ours.NAME:
-        print("; ".join([f"{path}: {FORMATS[weights.format].ABOUT}", *weights.notes]), file=sys.stderr)
+    if weights.format != ours.NAME and say is not None:
+        say("; ".join([f"{path}: {FORMATS[weights.format].ABOUT}", *weights.notes]))
     config = weights.config
     body = _drafter(config).to(device=device, dtype=dtype).eval()
     state = {name: t for name, t in weights.tensors.items() if not name.startswith(("head.", "confidence."))}
@@ -58,7 +68,6 @@ def load(
         confidence = ConfidenceHead(config.hidden_size, weights.confidence).to(device=device, dtype=dtype).eval()
         confidence.load_state_dict(_below("confidence.", weights))
     if target is not None:
-        checkpoint.check_target(weights.provenance, target, weights.path)
         body.bind(target)
         if head is not None:
             head.bind(target)
@@ -76,7 +85,10 @@ def plan(path: str | Path, target=None, drafter=None) -> Plan:
 
 def read(path: str | Path, target=None, drafter=None) -> Weights:
     """A checkpoint of any format as weights without one, every tensor accounted for. Raises as `load`."""
-    return collect(*_planned(path, target, drafter), target)
+    source, promised = _planned(path, target, drafter)
+    if target is not None:
+        checkpoint.check_target(source.provenance, target, source.place)
+    return collect(source, promised, target)
 
 
 def _planned(path, target, drafter) -> tuple[Source, Plan]:
@@ -153,8 +165,6 @@ def convert(source, destination, format: str, target=None, drafter=None, drop=()
     if Path(destination).exists():
         raise FileExistsError(f"{destination} exists; give another name, nothing is written over it")
     weights = read(source, target, drafter)
-    if target is not None:
-        checkpoint.check_target(weights.provenance, target, weights.path)
     origin = {"path": str(source), "format": weights.format, "sha256": checkpoint.weights_hash(weights.path)}
     for part in drop:
         weights.tensors = {name: t for name, t in weights.tensors.items() if not name.startswith(f"{part}.")}

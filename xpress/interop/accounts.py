@@ -28,8 +28,9 @@ from xpress.interop.source import FLOATS, Source
 ROWS = 4096  # of an embedding, compared at a time
 
 
-def expected(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Our name of every tensor of a plan -> shape. Nothing of that size is allocated."""
+def expected(plan: Plan) -> tuple[dict[str, tuple[int, ...]], dict | None]:
+    """Our name of every tensor of a plan -> shape; the head's config with all defaults. Nothing is allocated."""
+    head_config = None
     config, plain = plan.config, {"rope_type": "default", "rope_theta": 1e4}  # scaled ones are computed on the CPU
     with torch.device("meta"):
         state = DFlashDrafter(dataclasses.replace(config, rope_parameters=plain)).state_dict()
@@ -38,19 +39,27 @@ def expected(plan: Plan) -> dict[str, tuple[int, ...]]:
         own = str(plan.head.get("_target_", "")).startswith("xpress.heads.")
         with torch.device("meta" if own else "cpu"):  # a user's own __init__ may not run on meta
             head = checkpoint.build_head(plan.head)
+        head_config = head.config
         checkpoint.check_head({"draft_vocab_size": head.readout.out_features}, config)
         state |= {f"head.{name}": t for name, t in head.state_dict().items()}
     if plan.confidence is not None:
         with torch.device("meta"):
             confidence = ConfidenceHead(config.hidden_size, plan.confidence)
         state |= {f"confidence.{name}": t for name, t in confidence.state_dict().items()}
-    return {name: tuple(t.shape) for name, t in state.items()}
+    return {name: tuple(t.shape) for name, t in state.items()}, head_config
 
 
 def collect(source: Source, plan: Plan, target=None) -> Weights:
     """The weights of a plan. Raises ValueError for anything that the rules above refuse; no partial load."""
     _refuse_folded(source)
-    shapes = {name: (plan.theirs(name), shape) for name, shape in expected(plan).items()}
+    try:
+        wanted, head = expected(plan)
+    except RuntimeError as error:  # torch cannot even count them
+        raise ValueError(
+            f"{source.place}: not loaded, nothing partial: its config declares sizes that no file holds ({error}); "
+            "restore the config.json that belongs to these weights"
+        ) from error
+    shapes = {name: (plan.theirs(name), shape) for name, shape in wanted.items()}
     entries, known = source.entries, {theirs for theirs, _ in shapes.values()}
     extra = {**plan.frozen, **dict.fromkeys(plan.masks), **plan.dropped} | dict.fromkeys(("d2t", "t2d"))
     problems = [f"missing {theirs} {list(shape)}" for theirs, shape in shapes.values() if theirs not in entries]
@@ -94,7 +103,7 @@ def collect(source: Source, plan: Plan, target=None) -> Weights:
     return Weights(
         plan.format,
         plan.config,
-        plan.head,
+        head,
         plan.confidence,
         tensors,
         rows,

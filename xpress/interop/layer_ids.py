@@ -12,7 +12,7 @@ def layer_ids(ids, given: str, wanted: str, num_layers: int) -> tuple[int, ...]:
     | convention | formats | id l is | hidden_states | embedding output | last layer of L |
     |---|---|---|---|---|---|
     | output | ours | the output of layer l | l + 1 | −1: refused | L − 1: its raw stream |
-    | published | z-lab, research, serving, dspark, domino | the output of layer l | l + 1 | −1: refused | L − 1: refused |
+    | published | z-lab and its kin | the output of layer l | l + 1 | −1: refused | L − 1: refused |
     | input | speculators, vLLM's auxiliary ids | the output of layer l − 1 | l | 0: refused | L: refused |
 
     hidden_states: the index in transformers' tuple. The embedding output is not captured by this library. The last

@@ -67,7 +67,9 @@ def _load(file: Path) -> dict:
             f"({cause.strip() or 'not a file of torch'}); give a file saved without such objects"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise ValueError(f"{file}: damaged or truncated ({str(error).splitlines()[0]}); copy it again") from error
+        raise ValueError(
+            f"{file}: damaged or truncated ({' '.join(str(error).split())[:120] or 'it ends early'}); copy it again"
+        ) from error
     if not isinstance(found, dict):
         raise ValueError(f"{file}: not a research checkpoint; give refiner_cotrain.pt")
     return found
