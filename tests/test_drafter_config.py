@@ -163,7 +163,7 @@ def test_blocks_that_cannot_draft_are_refused(target, changes):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer type 'sliding_attention'"),
         ({"dflash_config": {"causal": True}}, "dflash_config.causal=True"),
         ({"dflash_config": {"causal_head": True}}, "dflash_config.causal_head=True"),
-        ({"dflash_config": {"projector_type": "domino"}}, "dflash_config.projector_type='domino'"),
+        ({"dflash_config": {"projector_type": "other"}}, "dflash_config.projector_type='other'"),
         ({"dflash_config": {"conv_kernel_size": 2}}, "dflash_config.conv_kernel_size=2"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -230,7 +230,11 @@ DAMAGED = {  # name -> what makes the checkpoint, what is done to it, what the e
     ),
     "another drafter": (zlab, inner(causal=True), "dflash_config.causal=True belongs to another drafter"),
     "another MLP": (speculators, config(xpress_mlp_ratio=4), "xpress_mlp_ratio=4: only 2 is supported"),
-    "broken rotary scaling": (zlab, config(rope_scaling={"rope_type": "llama3"}), "rope_parameters=.*restore them"),
+    "broken rotary scaling": (
+        zlab,
+        config(rope_scaling={"rope_type": "llama3"}),
+        "rope_parameters cannot be used .*factor.*restore",
+    ),
 }
 
 

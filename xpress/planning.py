@@ -4,12 +4,11 @@ hub."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from xpress import checkpoint, data, parts
+from xpress import data, interop, parts
 from xpress.drafter_config import DrafterConfig
 from xpress.plan import Plan, Rows, check_sizes, meta_head, meta_target, plan
 from xpress.recipe import TrainSettings
@@ -64,11 +63,10 @@ def drafter_config(section: dict, target) -> tuple[DrafterConfig, str]:
     parts.refuse_unknown("drafter", section, {field.name for field in dataclasses.fields(DrafterConfig)})
     given = {key: value for key, value in section.items() if value is not None}
     if init is not None and Path(parts.find(init)).expanduser().exists():
-        folder = checkpoint.locate(parts.find(init))
-        read = json.loads((folder / checkpoint.CONFIG).read_text())
-        vocab = vocab or read.get("draft_vocab_size")
-        ids = None if vocab in (None, read.get("vocab_size")) else tuple(range(vocab))
-        return dataclasses.replace(DrafterConfig.from_json(read), draft_ids=ids), init
+        found = interop.plan(parts.find(init), SimpleNamespace(num_layers=target.num_hidden_layers)).config
+        if vocab not in (None, found.draft_vocab_size):
+            found = dataclasses.replace(found, draft_ids=None if vocab == found.vocab_size else tuple(range(vocab)))
+        return found, init
     if init is not None and not known:
         raise ValueError(
             f"drafter.sizes: not known for drafter.init={init}, which is no local folder; write them down as "

@@ -56,7 +56,7 @@ def load(
     if weights.format != ours.NAME and say is not None:
         say("; ".join([f"{path}: {FORMATS[weights.format].ABOUT}", *weights.notes]))
     config = weights.config
-    body = _drafter(config).to(device=device, dtype=dtype).eval()
+    body = DFlashDrafter(config).to(device=device, dtype=dtype).eval()
     state = {name: t for name, t in weights.tensors.items() if not name.startswith(("head.", "confidence."))}
     state["fc.weight"] = checkpoint.scaled(state["fc.weight"], config.feature_scale, -1.0)
     body.load_state_dict(state)
@@ -110,13 +110,6 @@ def _read_plan(kind, source, target) -> Plan:
         raise ValueError(
             f"{source.place}: config.json is not as {kind.ABOUT} has it ({error}); restore the published file"
         ) from error
-
-
-def _drafter(config) -> DFlashDrafter:
-    try:
-        return DFlashDrafter(config)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"rope_parameters={config.rope_parameters}: cannot be used ({error}); restore them") from error
 
 
 def formats_for(weights: Weights) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from xpress import checkpoint
-from xpress.drafter import DFlashDrafter
+from xpress.drafter import DFlashDrafter, Rotary
 from xpress.heads import ConfidenceHead
 from xpress.interop.base import EMBEDDING, Plan, Weights
 from xpress.interop.source import FLOATS, Source
@@ -93,6 +93,10 @@ def collect(source: Source, plan: Plan, target=None) -> Weights:
             f"{source.place}: not loaded, nothing partial: {'; '.join(sorted(problems)[:8])}{more}; copy it again, "
             "with the config.json that belongs to it"
         )
+    try:
+        Rotary(plan.config)
+    except (KeyError, TypeError, ValueError) as error:  # transformers' word on a scaling that lacks a value
+        raise ValueError(f"{source.place}: rope_parameters cannot be used ({error}); restore config.json") from error
     notes = plan.notes + [f"{name}: {why}" for name, why in plan.dropped.items() if name in entries]
     if target is None and (saved := [name for name in plan.frozen if name in entries]):
         notes.append(f"{', '.join(saved)}: taken for the target's own; no target was given to compare with")
