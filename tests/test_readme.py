@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from disk import published_drafter, save_model
 from hydra import compose, initialize_config_dir
 
-from xpress import build, markdown, measuring, parts, report
+from xpress import build, load, markdown, measuring, parts, report
 from xpress.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +87,12 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
             assert not subprocess.run([sys.executable, ROOT / words[0], *overrides]).returncode
             ran.append(program)
             continue
+        if program == "convert" and overrides != ["matrix"]:  # the matrix has a test of its own
+            main = runpy.run_path(str(ROOT / words[0]))["main"]
+            assert main([re.sub("^target=.*", "target=target", word) for word in overrides]) is None
+            assert load(overrides[1], Target.from_pretrained("target")).format == "speculators"
+            ran.append(program)
+            continue
         if program not in ("generate_data", "train", "eval_tau", "replay"):
             continue
         if "--multirun" in line:  # the sweep's own test runs it; here its first job
@@ -122,5 +129,7 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
         else:
             assert build.generation(cfg, lambda *_: None)["rows"] == 6
         ran.append(program)
-    assert {"generate_data", "train", "eval_tau", "plan", "replay", "report"} <= set(ran) and ran.count("train") >= 6
+    assert {"generate_data", "train", "eval_tau", "plan", "replay", "report", "convert"} <= set(ran) and ran.count(
+        "train"
+    ) >= 6
     assert "two_token_head" in sys.modules
