@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from published import MAKERS, REDUCED, B, R, dspark, edit, markov, refiner, rese
 from safetensors.torch import load_file
 from toys import D, V, make_drafter, make_head, make_rows, make_target, plain
 
-from xpress import generate, load, save
+from xpress import Context, generate, load, refine, save
 from xpress.features import OnlineFeatures
 from xpress.interop import FORMATS, convert, formats_for, layer_ids, matrix, plan, read, write
 from xpress.loss import Term
@@ -51,6 +52,23 @@ def tokens(target, found):
     return generate(target, PROMPT, found.drafter, found.head, "auto", max_new_tokens=16)
 
 
+@torch.no_grad()
+def drafts(target, found):
+    """What it drafts after each of several prefixes, right or wrong."""
+    ids = []
+    for anchor in range(3, 60, 8):
+        found.drafter.reset()
+        _, features = target.prefill([PROMPT], found.drafter.layer_ids)
+        block = found.drafter.draft(Context([[*PROMPT, anchor]], features))
+        ids.append(refine(found.head, block, "auto" if found.head else 0).ids.tolist())
+    return ids
+
+
+def same_sizes(a, b):
+    """Two drafter configs, but for the scale of the features, which is a matter of storing them."""
+    assert replace(a, feature_scale=()) == replace(b, feature_scale=())
+
+
 def same_tensors(a: dict, b: dict):
     assert set(a) == set(b)
     for name, tensor in a.items():
@@ -84,10 +102,16 @@ def test_every_layout_decodes_without_loss_and_comes_back_from_every_format(made
         again = read(where, target)
         assert again.format == format and again.head == first.head and again.confidence == first.confidence
         same_tensors(first.tensors, again.tensors)
-        assert tokens(target, load(where, target)) == answer
+        same_sizes(first.config, again.config)
+        other = load(where, target)
+        assert tokens(target, other) == answer and drafts(target, other) == drafts(target, found)
+        with pytest.raises(FileExistsError, match="exists; give another name"):
+            write(where, first, format, target)
         for other in HOLD[name].split():  # and from there into each of the others
             write(tmp_path / f"{format}-{other}", again, other, target)
-            same_tensors(first.tensors, read(tmp_path / f"{format}-{other}", target).tensors)
+            last = read(tmp_path / f"{format}-{other}", target)
+            same_tensors(first.tensors, last.tensors)
+            same_sizes(first.config, last.config)
 
 
 @pytest.mark.parametrize("head", [None, "refiner", "markov", "domino"])
@@ -187,6 +211,9 @@ def test_a_confidence_head_reads_hidden_state_and_row(target, tmp_path):
     inputs = torch.cat([hidden, stored["markov_head.markov_w1.weight"][prev]], -1)
     wanted = torch.sigmoid(inputs @ stored["confidence_head.proj.weight"][0] + stored["confidence_head.proj.bias"])
     torch.testing.assert_close(found.confidence(hidden, found.head.token_embed(prev)), wanted)
+    save(tmp_path / "ours", found.drafter, found.head, confidence=found.confidence)
+    kept = load(tmp_path / "ours", target).confidence
+    assert kept.rank == R and torch.equal(kept.proj.weight, found.confidence.proj.weight)
     alone = load(speculators(tmp_path / "s", target, "dspark"), target).confidence
     assert alone.rank == 0 and alone(hidden).shape == (3, B)
 

@@ -104,11 +104,11 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
-def save(path: str | Path, drafter, head=None, provenance: dict | None = None, tensors: dict | None = None):
+def save(path: str | Path, drafter, head=None, provenance: dict | None = None, tensors=None, confidence=None):
     """Write a checkpoint folder, whole or not at all; `tensors` where they are gathered already."""
-    tensors = tensors_of(drafter, head) if tensors is None else tensors
+    tensors = tensors_of(drafter, head, confidence) if tensors is None else tensors
     with new_folder(Path(path)) as folder:
-        write(folder, drafter, head, tensors, provenance)
+        write(folder, drafter, head, tensors, provenance, confidence)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,10 +117,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.detach().cpu().contiguous()
 
 
-def tensors_of(drafter: DFlashDrafter, head: CorrectionHead | None) -> dict[str, torch.Tensor]:
+def tensors_of(drafter: DFlashDrafter, head: CorrectionHead | None, confidence=None) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, on the CPU. Sharded parameters are gathered: then all processes call it together."""
-    both = drafter.state_dict() | ({} if head is None else {f"head.{k}": v for k, v in head.state_dict().items()})
-    tensors = {name: whole(weight) for name, weight in both.items()}
+    parts = {"": drafter, "head.": head, "confidence.": confidence}
+    state = {
+        f"{prefix}{k}": v for prefix, part in parts.items() if part is not None for k, v in part.state_dict().items()
+    }
+    tensors = {name: whole(weight) for name, weight in state.items()}
     tensors["fc.weight"] = scaled(tensors["fc.weight"], drafter.config.feature_scale)
     return tensors | id_map(drafter.config.draft_ids)
 
@@ -130,9 +133,9 @@ def id_map(draft_ids) -> dict[str, torch.Tensor]:
     return {} if draft_ids is None else {"d2t": torch.tensor(draft_ids) - torch.arange(len(draft_ids))}
 
 
-def write(folder: Path, drafter, head, tensors: dict[str, torch.Tensor], provenance: dict | None = None):
+def write(folder: Path, drafter, head, tensors: dict, provenance: dict | None = None, confidence=None):
     """The files of a checkpoint into a folder that is there."""
-    write_files(folder, drafter.config, head and head.config, tensors, provenance)
+    write_files(folder, drafter.config, head and head.config, tensors, provenance, confidence and confidence.rank)
 
 
 def write_files(folder: Path, config: DrafterConfig, head: dict | None, tensors, provenance=None, confidence=None):
