@@ -240,8 +240,8 @@ def test_layer_ids_name_the_same_state_in_every_format(target, tmp_path):
         ((36,), "input", "output", "the last layer"),
         ((-1,), "published", "output", "the embedding output"),
         ((0,), "input", "output", "the embedding output"),
-        ((36,), "output", "output", "no layer of a target with 36"),
-        ((-2,), "published", "output", "no layer of a target with 36"),
+        ((36,), "output", "output", "no decoder layer of a target with 36"),
+        ((-2,), "published", "output", "no decoder layer of a target with 36"),
     ],
 )
 def test_layer_ids(ids, given, wanted, found):

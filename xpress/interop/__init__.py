@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def read(path: str | Path, target=None, drafter=None) -> Weights:
     source, promised = _planned(path, target, drafter)
     if target is not None:
         checkpoint.check_target(source.provenance, target, source.place)
-    return collect(source, promised, target)
+    with _about(source, FORMATS[promised.format]):
+        return collect(source, promised, target)
 
 
 def _planned(path, target, drafter) -> tuple[Source, Plan]:
@@ -96,16 +98,23 @@ def _planned(path, target, drafter) -> tuple[Source, Plan]:
     source = research.open_file(place, drafter) if place.is_file() else open_source(place)
     for kind in FORMATS.values():
         if kind is not research and place.is_dir() and kind.recognise(source) or kind is research and place.is_file():
-            return source, _read_plan(kind, source, target)
+            with _about(source, kind):
+                return source, kind.read(source, target)
     raise ValueError(
         f"{place}: no known layout: architectures={source.config.get('architectures')!r}, tensors "
         f"{', '.join(sorted(source.entries)[:3]) or 'none'} …; known are {', '.join(k.ABOUT for k in FORMATS.values())}"
     )
 
 
-def _read_plan(kind, source, target) -> Plan:
+@contextmanager
+def _about(source: Source, kind):
+    """Every error names the checkpoint, also those of parts that do not know it."""
     try:
-        return kind.read(source, target)
+        yield
+    except ValueError as error:
+        if str(source.place) in str(error):
+            raise
+        raise ValueError(f"{source.place}: {error}") from error
     except (TypeError, AttributeError, KeyError) as error:  # a value of another kind than the format has there
         raise ValueError(
             f"{source.place}: config.json is not as {kind.ABOUT} has it ({error}); restore the published file"

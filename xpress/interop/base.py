@@ -104,12 +104,13 @@ def whole(name: str, value) -> int:
     return value
 
 
-def drafter_config(source, raw: dict, draft_ids, ids=PUBLISHED) -> DrafterConfig:
-    """A config.json of published fields -> DrafterConfig, its layer ids ours."""
+def drafter_config(source, raw: dict, draft_ids) -> DrafterConfig:
+    """A config.json of published fields -> DrafterConfig."""
     source.check_layers(raw)
-    config = DrafterConfig.from_json(raw, draft_ids)
-    layer_ids(config.target_layer_ids, ids, OUTPUT, config.num_target_layers)  # both count outputs from 0
-    return config
+    found, L = (raw.get("dflash_config") or raw).get("target_layer_ids"), raw.get("num_target_layers")
+    if isinstance(found, list) and all(type(i) is int for i in [*found, L]):  # else from_json says what is wrong
+        layer_ids(found, PUBLISHED, OUTPUT, L)  # which changes none: both count outputs from 0
+    return DrafterConfig.from_json(raw, draft_ids)
 
 
 def published(weights: Weights, architecture: str) -> tuple[dict, list[str]]:

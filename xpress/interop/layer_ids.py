@@ -26,7 +26,9 @@ def layer_ids(ids, given: str, wanted: str, num_layers: int) -> tuple[int, ...]:
         if found == embedding:
             raise ValueError(f"{where} is the embedding output, which is not captured here; no such checkpoint is read")
         if not embedding < found <= last:
-            raise ValueError(f"{where} is no layer of a target with {num_layers}; give the target that it belongs to")
+            raise ValueError(
+                f"{where} is no decoder layer of a target with {num_layers}; give the target that it belongs to"
+            )
         if found == last and not given == wanted == OUTPUT:
             raise ValueError(
                 f"{where} is the last layer: the formats differ in whether its state is normed and engines do not "
