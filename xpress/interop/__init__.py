@@ -29,7 +29,7 @@ from xpress.interop.source import Source, open_source
 __all__ = ["FORMATS", "convert", "layer_ids", "load", "plan", "read", "write"]
 
 # The first that recognises a source reads it: those with a mark of their own before those that share z-lab's fields.
-FORMATS = {kind.NAME: kind for kind in (ours, speculators, research, serving, dspark, domino, zlab)}
+FORMATS = {kind.NAME: kind for kind in (research, ours, speculators, serving, dspark, domino, zlab)}
 PACKAGES = ("xpress-refiner", "torch", "transformers", "safetensors")
 DROPS = ("head", "confidence")
 
@@ -97,7 +97,7 @@ def _planned(path, target, drafter) -> tuple[Source, Plan]:
     place = checkpoint.locate(path)
     source = research.open_file(place, drafter) if place.is_file() else open_source(place)
     for kind in FORMATS.values():
-        if kind is not research and place.is_dir() and kind.recognise(source) or kind is research and place.is_file():
+        if kind.recognise(source):
             with _about(source, kind):
                 return source, kind.read(source, target)
     raise ValueError(

@@ -94,7 +94,7 @@ def _config(file: Path, drafter) -> dict:
 
 
 def recognise(source) -> bool:
-    return "refiner." in {name[:8] for name in source.entries}
+    return source.place.is_file()
 
 
 def read(source, target) -> Plan:

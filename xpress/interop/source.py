@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass
 class Source:
-    """place: the folder or file; folder: where its config is."""
+    """place: the folder, or a research file; config: its own, or the one that a research file goes with."""
 
     place: Path
     config: dict
