@@ -26,6 +26,8 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
+from measure import commit, cpu_name
+
 from xpress.files import write_text
 
 WORKER = Path(__file__).with_name("step_worker.py")
@@ -175,17 +177,6 @@ def read_arguments(argv) -> argparse.Namespace:
     if not os.access(args.speculators_python, os.X_OK):
         parser.error(f"--speculators-python {args.speculators_python}: no such program")
     return args
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def commit() -> str:
-    asked = ["git", "-C", str(WORKER.parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(asked, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def main(argv=None) -> int:
