@@ -24,8 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from xpress.sampling import argmax
-
+RUN = 512  # ids of a run, the unit of a batched product
 UNSET = -(2**63)  # a key that no row has: below all, names the impossible id 2³¹ − 1
 _LAST_ID, _NAN = 2**31 - 1, -(2**31)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -80,37 +79,85 @@ class Rows:
         self.base, self.latent, self.weight, self.ids = base, latent, weight, ids
         self.first, self.active = first_row, active
         self.N, self.G, self.V, self.R = N, G, V, weight.shape[1]
-        self.keys = base.new_full((N, G), UNSET, dtype=torch.long) if keys is None else keys
+        self._keys = keys
+        dtype = torch.promote_types(torch.promote_types(base.dtype, weight.dtype), torch.float32)
+        self.dtype = torch.promote_types(dtype, latent.dtype)
+        self.wide = weight.dtype != self.dtype
 
-    def chunk(self, count: int) -> int:
-        """Ids of one chunk, for so many rows."""
-        return min(self.V, max(256, 2**19 // max(self.R, count, 128)))
+    @property
+    def keys(self) -> Tensor:
+        """[N,G]: the caller's, or new ones, made when they are asked for."""
+        if self._keys is None:
+            self._keys = self.base.new_full((self.N, self.G), UNSET, dtype=torch.long)
+        return self._keys
+
+    def pieces(self, rows: int) -> tuple[int, int]:
+        """(ids of a product, products of one call) for so many rows.
+
+        One product, but for a few rows of a high rank: there BLAS packs operands that it reads hardly more than once,
+        and a batch of short products, which it does not pack, takes half the time. The logits of a call have a fixed
+        bound, so no memory grows with V; so has the copy of a readout that must be widened first.
+        """
+        room = 2**20 // max(1, rows)
+        if self.wide:
+            room = min(room, 2**19 // max(1, self.R))
+        room = max(RUN, min(room, self.V) // RUN * RUN)
+        return (RUN, room // RUN) if self.R > 64 and 1 < rows <= 10 else (room, 1)
+
+    def runs(self, only=None):
+        """Yields (first id, ℓ [k,n,G−first,c] of the open blocks): k products of c consecutive ids, each time in the
+        same memory; k = 1 or c = RUN. only: places whose logits are wanted, by the same calls as if all were, so that
+        their sums are the same to the bit."""
+        latent = self.cut(self.latent).to(self.dtype)
+        n, g, R = latent.shape
+        latent, rows = latent.flatten(0, 1), n * g
+        size, count = self.pieces(rows)
+        memory = latent.new_empty(rows * min(size * count, self.V))
+        wide = self.weight.new_empty(min(size * count, self.V), R, dtype=self.dtype) if self.wide else None
+        stop = 0
+        while stop < self.V:
+            start, left = stop, self.V - stop
+            k = min(count, max(1, left // size))
+            c = min(size, left)
+            stop = start + k * c
+            if only is not None and not any(start <= place < stop for place in only):
+                continue
+            one = stop - start == self.V
+            part = self.weight if one else self.weight[start:stop]
+            part = part if wide is None else wide[: len(part)].copy_(part)
+            logits = memory[: rows * k * c].view(k, rows, c)
+            if k == 1:
+                torch.mm(latent, part.T, out=logits[0])
+            else:
+                torch.bmm(latent.expand(k, rows, R), part.view(k, c, R).mT, out=logits)
+            base = self.cut(self.base if one else self.base[..., start:stop])
+            logits = logits.view(k, n, g, c)
+            yield start, logits.add_(base[None] if k == 1 else base.unflatten(-1, (k, c)).permute(2, 0, 1, 3))
 
     def chunks(self, only=None):
-        """Yields (first id, ℓ [n,G−first,·]) of the open blocks, each in the memory of the last: a chunk stays in the
-        cache, and nothing is allocated on the way. only: numbers of the chunks that are wanted, by the same calls as if
-        all were, so that their sums are the same to the bit."""
-        open_, weight = self.open(), self.weight
-        dtype = torch.promote_types(torch.promote_types(self.base.dtype, weight.dtype), torch.float32)
-        dtype = torch.promote_types(dtype, self.latent.dtype)
-        latent = self.latent[open_, self.first :].to(dtype)
-        shape, latent = latent.shape[:2], latent.flatten(0, 1)
-        size = self.chunk(len(latent))
-        memory = latent.new_empty(len(latent) * size)
-        wide = None if weight.dtype == dtype else weight.new_empty(size, self.R, dtype=dtype)
-        for start in range(0, self.V, size):
-            if only is not None and start // size not in only:
-                continue
-            part = weight[start : start + size]
-            part = part if wide is None else wide[: len(part)].copy_(part)
-            logits = memory[: len(latent) * len(part)].view(len(latent), len(part))
-            torch.mm(latent, part.T, out=logits)
-            logits = logits.view(*shape, len(part))
-            yield start, logits.add_(self.base[open_, self.first :, start : start + size])
+        """Yields (first id, ℓ [n,G−first,·]), a copy of what `runs` yields in the order of ids, no more at a time than
+        leaves room in the cache for what is computed of it."""
+        for start, logits in self.runs(only):
+            k, n, g, c = logits.shape
+            width = max(1, 2**15 // max(1, n * g * RUN)) * RUN
+            for at in range(0, k * c, width):
+                part = logits[0, ..., at : at + width] if k == 1 else logits[at // c : (at + width) // c]
+                yield start + at, part.clone() if k == 1 else part.permute(1, 2, 0, 3).flatten(2)
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The rows of [N,G,·] that are to be computed: of the open blocks, from the first on."""
+        open_ = self.open()
+        return tensor if not self.first and isinstance(open_, slice) else tensor[open_, self.first :]
 
     def open(self):
-        """Index of the blocks that are still open."""
-        return slice(None) if self.active is None else self.active.bool()
+        """Index of the blocks that are still open: where all are, a slice, which copies nothing."""
+        if self.active is None or not self.base.is_cuda and bool(self.active.all()):
+            return slice(None)
+        return self.active.bool()
+
+    def ascending(self) -> bool:
+        """Whether the rows of the readout are in the order of ids, so that the first of equals has the lowest."""
+        return self.ids is None or bool((self.ids[1:] > self.ids[:-1]).all())
 
     def names(self, start: int, stop: int) -> Tensor:
         """Original ids of kernel rows."""
@@ -149,8 +196,7 @@ def readout_argmax_ref(
     `tile` matter to the kernel alone. Raises ValueError for shapes that do not fit.
     """
     rows = Rows(base, latent, weight, ids, first_row, active, keys)
-    ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
-    top, found = _quick(rows) if ascending and not base.is_cuda else (None, None)
+    top, found = _quick(rows) if rows.ascending() and not base.is_cuda else (None, None)
     if found is None:
         _put(rows, _careful(rows))
     elif keys is None and not packed:
@@ -161,16 +207,33 @@ def readout_argmax_ref(
 
 
 def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN."""
+    """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN.
+
+    On the CPU max and argmax give the first of equals, and NaN where there is one, but they are scalar code, so many
+    logits are first reduced to the maxima of runs.
+    """
     tops, places = [], []
-    for start, logits in rows.chunks():
-        top, place = logits.max(-1)  # on the CPU the first of equal values, and NaN where there is one
-        tops.append(top)
-        places.append(place + start if start else place)
+    for start, logits in rows.runs():
+        k, n, g, c = logits.shape
+        if k == 1 and (logits.numel() <= 2**17 or c % RUN):
+            top, place = logits.view(n * g, c).max(-1)
+            tops.append(top), places.append(place + start if start else place)
+            continue
+        highest, row = logits.view(k, n * g, -1, RUN).amax(-1), torch.arange(n * g)
+        if k == 1:
+            run = highest[0].argmax(-1)
+            at = row * (c // RUN) + run
+        else:
+            run = highest[..., 0].argmax(0)
+            at = run * (n * g) + row
+        top, place = logits.view(-1, RUN).index_select(0, at).max(-1)
+        tops.append(top), places.append(place + run * RUN + start)
+    top, place = tops[0], places[0]
     if len(tops) > 1:
-        tops, places = torch.stack(tops, -1), torch.stack(places, -1)
-        chunk = argmax(tops)[..., None]
-        top, place = tops.gather(-1, chunk)[..., 0], places.gather(-1, chunk)[..., 0]
+        tops, places = torch.stack(tops), torch.stack(places)
+        part = tops.argmax(0, keepdim=True)
+        top, place = tops.gather(0, part)[0], places.gather(0, part)[0]
+    top, place = top.view(n, g), place.view(n, g)
     if top.isnan().any():
         return top, None
     return top, place if rows.ids is None else rows.ids[place]
@@ -184,10 +247,7 @@ def _careful(rows: Rows) -> Tensor:
 
 def _put(rows: Rows, keys: Tensor):
     """Packed answers of the open rows into rows.keys."""
-    if rows.active is None:
-        rows.keys[:, rows.first :] = keys
-    else:
-        rows.keys[:, rows.first :] = rows.keys[:, rows.first :].index_put((rows.active.bool(),), keys)
+    rows.keys[rows.open(), rows.first :] = keys
 
 
 def _answer(rows: Rows, dims: int, packed: bool) -> Tensor:
