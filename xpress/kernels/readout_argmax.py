@@ -18,13 +18,14 @@ the limit. So programs tile V alone, all rows of a block together, and each keep
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
 
-RUN = 512  # ids of a run, the unit of a batched product
+RUN, SMALL = 512, 2**17  # ids whose maximum is taken first; logits that are not worth it
 UNSET = -(2**63)  # a key that no row has: below all, names the impossible id 2³¹ − 1
 _LAST_ID, _NAN = 2**31 - 1, -(2**31)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -57,13 +58,13 @@ class Rows:
         if base.dim() == 2:
             base, latent = base[None], latent[None]
             keys = None if keys is None else keys[None]
-        want = (*base.shape[:2], *weight.shape[1:]), (*base.shape[:2], *weight.shape[:1])
-        if base.dim() != 3 or (latent.shape, base.shape) != want:
+        shape = base.shape
+        if len(shape) != 3 or latent.shape != (*shape[:2], *weight.shape[1:]) or weight.shape[:1] != shape[2:]:
             raise ValueError(
                 f"base {tuple(base.shape)}, latent {tuple(latent.shape)}, weight {tuple(weight.shape)}: "
                 "want [N,G,V], [N,G,R] and [V,R]"
             )
-        N, G, V = base.shape
+        N, G, V = shape
         if not 0 < V < 2**31:
             raise ValueError(f"a vocabulary of {V} ids: ids must fit 31 bits and there must be one")
         if ids is not None and (ids.shape != (V,) or ids.dtype != torch.long):
@@ -77,11 +78,10 @@ class Rows:
         if active is not None and active.shape != (N,):
             raise ValueError(f"active {tuple(active.shape)}: want one flag for each of {N} blocks")
         self.base, self.latent, self.weight, self.ids = base, latent, weight, ids
-        self.first, self.active = first_row, active
+        self.first, self.active, self._keys = first_row, active, keys
         self.N, self.G, self.V, self.R = N, G, V, weight.shape[1]
-        self._keys = keys
-        dtype = torch.promote_types(torch.promote_types(base.dtype, weight.dtype), torch.float32)
-        self.dtype = torch.promote_types(dtype, latent.dtype)
+        kinds = {base.dtype, latent.dtype, weight.dtype, torch.float32}
+        self.dtype = torch.float32 if len(kinds) == 1 else reduce(torch.promote_types, kinds)
         self.wide = weight.dtype != self.dtype
 
     @property
@@ -101,38 +101,40 @@ class Rows:
         room = 2**20 // max(1, rows)
         if self.wide:
             room = min(room, 2**19 // max(1, self.R))
-        room = max(RUN, min(room, self.V) // RUN * RUN)
-        return (RUN, room // RUN) if self.R > 64 and 1 < rows <= 10 else (room, 1)
+        few = self.R > 64 and 1 < rows <= 10
+        if few and self.V >= RUN:
+            return RUN, max(1, min(room, self.V) // RUN)
+        return (self.V if self.V <= room else max(RUN, room // RUN * RUN)), 1
 
     def runs(self, only=None):
         """Yields (first id, ℓ [k,n,G−first,c] of the open blocks): k products of c consecutive ids, each time in the
         same memory; k = 1 or c = RUN. only: places whose logits are wanted, by the same calls as if all were, so that
         their sums are the same to the bit."""
-        latent = self.cut(self.latent).to(self.dtype)
+        latent = self.cut(self.latent)
+        latent = latent if latent.dtype == self.dtype else latent.to(self.dtype)
         n, g, R = latent.shape
         latent, rows = latent.flatten(0, 1), n * g
         size, count = self.pieces(rows)
-        memory = latent.new_empty(rows * min(size * count, self.V))
-        wide = self.weight.new_empty(min(size * count, self.V), R, dtype=self.dtype) if self.wide else None
-        stop = 0
+        memory, stop = None, 0
+        wide = self.weight.new_empty(size * count, R, dtype=self.dtype) if self.wide else None
         while stop < self.V:
             start, left = stop, self.V - stop
-            k = min(count, max(1, left // size))
-            c = min(size, left)
+            k, c = min(count, max(1, left // size)), min(size, left)
             stop = start + k * c
             if only is not None and not any(start <= place < stop for place in only):
                 continue
-            one = stop - start == self.V
-            part = self.weight if one else self.weight[start:stop]
-            part = part if wide is None else wide[: len(part)].copy_(part)
-            logits = memory[: rows * k * c].view(k, rows, c)
+            part, base, out = self.weight, self.base, None
+            if k * c < self.V:  # a small readout is one call, and each operation that it does without shows
+                part, base = part[start:stop], base[..., start:stop]
+                memory = latent.new_empty(rows * size * count) if memory is None else memory
+                out = memory[: rows * k * c].view(k, rows, c)
+            part, base = part if wide is None else wide[: k * c].copy_(part), self.cut(base)
             if k == 1:
-                torch.mm(latent, part.T, out=logits[0])
+                logits = torch.mm(latent, part.T, out=None if out is None else out[0]).view(1, n, g, c)
             else:
-                torch.bmm(latent.expand(k, rows, R), part.view(k, c, R).mT, out=logits)
-            base = self.cut(self.base if one else self.base[..., start:stop])
-            logits = logits.view(k, n, g, c)
-            yield start, logits.add_(base[None] if k == 1 else base.unflatten(-1, (k, c)).permute(2, 0, 1, 3))
+                logits = torch.bmm(latent.expand(k, rows, R), part.view(k, c, R).mT, out=out).view(k, n, g, c)
+                base = base.unflatten(-1, (k, c)).permute(2, 0, 1, 3)
+            yield start, logits.add_(base)
 
     def chunks(self, only=None):
         """Yields (first id, ℓ [n,G−first,·]), a copy of what `runs` yields in the order of ids, no more at a time than
@@ -207,36 +209,47 @@ def readout_argmax_ref(
 
 
 def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN.
-
-    On the CPU max and argmax give the first of equals, and NaN where there is one, but they are scalar code, so many
-    logits are first reduced to the maxima of runs.
-    """
+    """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN."""
     tops, places = [], []
     for start, logits in rows.runs():
         k, n, g, c = logits.shape
-        if k == 1 and (logits.numel() <= 2**17 or c % RUN):
-            top, place = logits.view(n * g, c).max(-1)
-            tops.append(top), places.append(place + start if start else place)
-            continue
-        highest, row = logits.view(k, n * g, -1, RUN).amax(-1), torch.arange(n * g)
-        if k == 1:
-            run = highest[0].argmax(-1)
-            at = row * (c // RUN) + run
-        else:
-            run = highest[..., 0].argmax(0)
-            at = run * (n * g) + row
-        top, place = logits.view(-1, RUN).index_select(0, at).max(-1)
-        tops.append(top), places.append(place + run * RUN + start)
-    top, place = tops[0], places[0]
+        cut = c % RUN if logits.numel() > SMALL else 0
+        for part in (logits[..., : c - cut], logits[..., c - cut :]) if cut else (logits,):
+            top, place = _best(part)
+            tops.append(top)
+            places.append(place + start if start else place)
+            start += part.shape[-1]
     if len(tops) > 1:
         tops, places = torch.stack(tops), torch.stack(places)
         part = tops.argmax(0, keepdim=True)
         top, place = tops.gather(0, part)[0], places.gather(0, part)[0]
-    top, place = top.view(n, g), place.view(n, g)
-    if top.isnan().any():
+    if n * g and math.isnan(top.amin()):
         return top, None
     return top, place if rows.ids is None else rows.ids[place]
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """ℓ [k,n,g,c] of `Rows.runs`, few or whole RUNs -> the largest [n,g], or NaN where there is one, its first place.
+
+    max and argmax promise both on the CPU, but are scalar code: many logits are first reduced to the maxima of runs.
+    """
+    k, n, g, c = logits.shape
+    if logits.numel() <= SMALL or c % RUN:
+        top, place = logits.max(-1)
+        if k == 1:
+            return top[0], place[0]
+        top, run = top.max(0)
+        return top, place.gather(0, run[None])[0].add_(run, alpha=c)
+    parts = logits.unflatten(-1, (-1, RUN)).flatten(1, 2)
+    highest, row = parts.amax(-1), torch.arange(n * g)
+    if k == 1:
+        run = highest[0].argmax(-1)
+        best = parts[0][row, run]
+    else:
+        run = highest[..., 0].argmax(0)
+        best = parts[:, :, 0][run, row]
+    top, place = best.max(-1)
+    return top.view(n, g), place.add_(run, alpha=RUN).view(n, g)
 
 
 def _careful(rows: Rows) -> Tensor:
