@@ -77,6 +77,8 @@ class Rows:
             raise ValueError(f"keys {tuple(keys.shape)} {keys.dtype}: want contiguous int64 [{N},{G}]")
         if active is not None and active.shape != (N,):
             raise ValueError(f"active {tuple(active.shape)}: want one flag for each of {N} blocks")
+        if torch.is_grad_enabled():  # detached, not under no_grad, which is dearer than a small product's other parts
+            base, latent, weight = (x.detach() if x.requires_grad else x for x in (base, latent, weight))
         self.base, self.latent, self.weight, self.ids = base, latent, weight, ids
         self.first, self.active, self._keys = first_row, active, keys
         self.N, self.G, self.V, self.R = N, G, V, weight.shape[1]
@@ -107,13 +109,13 @@ class Rows:
         return (self.V if self.V <= room else max(RUN, room // RUN * RUN)), 1
 
     def runs(self, only=None):
-        """Yields (first id, ℓ [k,n,G−first,c] of the open blocks): k products of c consecutive ids, each time in the
-        same memory; k = 1 or c = RUN. only: places whose logits are wanted, by the same calls as if all were, so that
-        their sums are the same to the bit."""
+        """Yields (first id, ℓ of the open blocks), each time in the same memory: of consecutive ids [n,G−first,c], or
+        of k times RUN consecutive ids [k,n,G−first,RUN]. only: places whose logits are wanted, by the same calls as if
+        all were, so that their sums are the same to the bit."""
         latent = self.cut(self.latent)
         latent = latent if latent.dtype == self.dtype else latent.to(self.dtype)
         n, g, R = latent.shape
-        latent, rows = latent.flatten(0, 1), n * g
+        rows = n * g
         size, count = self.pieces(rows)
         memory, stop = None, 0
         wide = self.weight.new_empty(size * count, R, dtype=self.dtype) if self.wide else None
@@ -129,22 +131,27 @@ class Rows:
                 memory = latent.new_empty(rows * size * count) if memory is None else memory
                 out = memory[: rows * k * c].view(k, rows, c)
             part, base = part if wide is None else wide[: k * c].copy_(part), self.cut(base)
-            if k == 1:
-                logits = torch.mm(latent, part.T, out=None if out is None else out[0]).view(1, n, g, c)
-            else:
-                logits = torch.bmm(latent.expand(k, rows, R), part.view(k, c, R).mT, out=out).view(k, n, g, c)
+            if k > 1:
+                many = latent.reshape(rows, R).expand(k, rows, R)
+                logits = torch.bmm(many, part.view(k, c, R).mT, out=out).view(k, n, g, c)
                 base = base.unflatten(-1, (k, c)).permute(2, 0, 1, 3)
+            elif out is None:
+                logits = torch.matmul(latent, part.T)
+            else:
+                logits = torch.mm(latent.reshape(rows, R), part.T, out=out[0]).view(n, g, c)
             yield start, logits.add_(base)
 
     def chunks(self, only=None):
         """Yields (first id, ℓ [n,G−first,·]), a copy of what `runs` yields in the order of ids, no more at a time than
         leaves room in the cache for what is computed of it."""
         for start, logits in self.runs(only):
-            k, n, g, c = logits.shape
+            *k, n, g, c = logits.shape
             width = max(1, 2**15 // max(1, n * g * RUN)) * RUN
-            for at in range(0, k * c, width):
-                part = logits[0, ..., at : at + width] if k == 1 else logits[at // c : (at + width) // c]
-                yield start + at, part.clone() if k == 1 else part.permute(1, 2, 0, 3).flatten(2)
+            for at in range(0, math.prod(k) * c, width):
+                if k:
+                    yield start + at, logits[at // c : (at + width) // c].permute(1, 2, 0, 3).flatten(2)
+                else:
+                    yield start + at, logits[..., at : at + width].clone()
 
     def cut(self, tensor: Tensor) -> Tensor:
         """The rows of [N,G,·] that are to be computed: of the open blocks, from the first on."""
@@ -175,7 +182,6 @@ def best_keys(logits: Tensor, names: Tensor) -> Tensor:
     return pack(top[..., 0].masked_fill(bad.all(-1), float("nan")), ids)
 
 
-@torch.no_grad()
 def readout_argmax_ref(
     base: Tensor,
     latent: Tensor,
@@ -212,9 +218,8 @@ def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
     """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN."""
     tops, places = [], []
     for start, logits in rows.runs():
-        k, n, g, c = logits.shape
-        cut = c % RUN if logits.numel() > SMALL else 0
-        for part in (logits[..., : c - cut], logits[..., c - cut :]) if cut else (logits,):
+        cut = logits.shape[-1] % RUN if logits.numel() > SMALL else 0
+        for part in (logits[..., :-cut], logits[..., -cut:]) if cut else (logits,):
             top, place = _best(part)
             tops.append(top)
             places.append(place + start if start else place)
@@ -223,32 +228,26 @@ def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
         tops, places = torch.stack(tops), torch.stack(places)
         part = tops.argmax(0, keepdim=True)
         top, place = tops.gather(0, part)[0], places.gather(0, part)[0]
-    if n * g and math.isnan(top.amin()):
+    if any(value != value for row in top.tolist() for value in row):
         return top, None
     return top, place if rows.ids is None else rows.ids[place]
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """ℓ [k,n,g,c] of `Rows.runs`, few or whole RUNs -> the largest [n,g], or NaN where there is one, its first place.
+    """ℓ as `Rows.runs` gives it, few or whole RUNs -> the largest [n,g], or NaN where there is one, its first place.
 
     max and argmax promise both on the CPU, but are scalar code: many logits are first reduced to the maxima of runs.
     """
-    k, n, g, c = logits.shape
+    *k, n, g, c = logits.shape
     if logits.numel() <= SMALL or c % RUN:
         top, place = logits.max(-1)
-        if k == 1:
-            return top[0], place[0]
-        top, run = top.max(0)
-        return top, place.gather(0, run[None])[0].add_(run, alpha=c)
-    parts = logits.unflatten(-1, (-1, RUN)).flatten(1, 2)
-    highest, row = parts.amax(-1), torch.arange(n * g)
-    if k == 1:
-        run = highest[0].argmax(-1)
-        best = parts[0][row, run]
-    else:
-        run = highest[..., 0].argmax(0)
-        best = parts[:, :, 0][run, row]
-    top, place = best.max(-1)
+        if k:
+            top, run = top.max(0)
+            place = place.gather(0, run[None])[0].add_(run, alpha=c)
+        return top, place
+    parts = logits.view(*k, n * g, c) if k else logits.flatten(0, 1).unflatten(-1, (-1, RUN))
+    run, row = parts.amax(-1).argmax(0 if k else 1), torch.arange(n * g)
+    top, place = parts[(run, row) if k else (row, run)].max(-1)
     return top.view(n, g), place.add_(run, alpha=RUN).view(n, g)
 
 
