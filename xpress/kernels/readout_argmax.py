@@ -18,14 +18,14 @@ the limit. So programs tile V alone, all rows of a block together, and each keep
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
 
-from xpress.sampling import argmax
-
+RUN, SMALL = 512, 2**17  # ids whose maximum is taken first; logits that are not worth it
 UNSET = -(2**63)  # a key that no row has: below all, names the impossible id 2³¹ − 1
 _LAST_ID, _NAN = 2**31 - 1, -(2**31)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -58,13 +58,13 @@ class Rows:
         if base.dim() == 2:
             base, latent = base[None], latent[None]
             keys = None if keys is None else keys[None]
-        want = (*base.shape[:2], *weight.shape[1:]), (*base.shape[:2], *weight.shape[:1])
-        if base.dim() != 3 or (latent.shape, base.shape) != want:
+        shape = base.shape
+        if len(shape) != 3 or latent.shape != (*shape[:2], *weight.shape[1:]) or weight.shape[:1] != shape[2:]:
             raise ValueError(
                 f"base {tuple(base.shape)}, latent {tuple(latent.shape)}, weight {tuple(weight.shape)}: "
                 "want [N,G,V], [N,G,R] and [V,R]"
             )
-        N, G, V = base.shape
+        N, G, V = shape
         if not 0 < V < 2**31:
             raise ValueError(f"a vocabulary of {V} ids: ids must fit 31 bits and there must be one")
         if ids is not None and (ids.shape != (V,) or ids.dtype != torch.long):
@@ -77,40 +77,96 @@ class Rows:
             raise ValueError(f"keys {tuple(keys.shape)} {keys.dtype}: want contiguous int64 [{N},{G}]")
         if active is not None and active.shape != (N,):
             raise ValueError(f"active {tuple(active.shape)}: want one flag for each of {N} blocks")
+        if torch.is_grad_enabled():  # detached, not under no_grad, which is dearer than a small product's other parts
+            base, latent, weight = (x.detach() if x.requires_grad else x for x in (base, latent, weight))
         self.base, self.latent, self.weight, self.ids = base, latent, weight, ids
-        self.first, self.active = first_row, active
+        self.first, self.active, self._keys = first_row, active, keys
         self.N, self.G, self.V, self.R = N, G, V, weight.shape[1]
-        self.keys = base.new_full((N, G), UNSET, dtype=torch.long) if keys is None else keys
+        kinds = {base.dtype, latent.dtype, weight.dtype, torch.float32}
+        self.dtype = torch.float32 if len(kinds) == 1 else reduce(torch.promote_types, kinds)
+        self.wide = weight.dtype != self.dtype
 
-    def chunk(self, count: int) -> int:
-        """Ids of one chunk, for so many rows."""
-        return min(self.V, max(256, 2**19 // max(self.R, count, 128)))
+    @property
+    def keys(self) -> Tensor:
+        """[N,G]: the caller's, or new ones, made when they are asked for."""
+        if self._keys is None:
+            self._keys = self.base.new_full((self.N, self.G), UNSET, dtype=torch.long)
+        return self._keys
+
+    def pieces(self, rows: int) -> tuple[int, int]:
+        """(ids of a product, products of one call) for so many rows.
+
+        One product, but for a few rows of a high rank: there BLAS packs operands that it reads hardly more than once,
+        and a batch of short products, which it does not pack, takes half the time. The logits of a call have a fixed
+        bound, so no memory grows with V; so has the copy of a readout that must be widened first.
+        """
+        room = 2**20 // max(1, rows)
+        if self.wide:
+            room = min(room, 2**19 // max(1, self.R))
+        few = self.R > 64 and 1 < rows <= 10
+        if few and self.V >= RUN:
+            return RUN, max(1, min(room, self.V) // RUN)
+        return (self.V if self.V <= room else max(RUN, room // RUN * RUN)), 1
+
+    def runs(self, only=None):
+        """Yields (first id, ℓ of the open blocks), each time in the same memory: of consecutive ids [n,G−first,c], or
+        of k times RUN consecutive ids [k,n,G−first,RUN]. only: places whose logits are wanted, by the same calls as if
+        all were, so that their sums are the same to the bit."""
+        latent = self.cut(self.latent)
+        latent = latent if latent.dtype == self.dtype else latent.to(self.dtype)
+        n, g, R = latent.shape
+        rows = n * g
+        size, count = self.pieces(rows)
+        memory, stop = None, 0
+        wide = self.weight.new_empty(size * count, R, dtype=self.dtype) if self.wide else None
+        while stop < self.V:
+            start, left = stop, self.V - stop
+            k, c = min(count, max(1, left // size)), min(size, left)
+            stop = start + k * c
+            if only is not None and not any(start <= place < stop for place in only):
+                continue
+            part, base, out = self.weight, self.base, None
+            if k * c < self.V:  # a small readout is one call, and each operation that it does without shows
+                part, base = part[start:stop], base[..., start:stop]
+                memory = latent.new_empty(rows * size * count) if memory is None else memory
+                out = memory[: rows * k * c].view(k, rows, c)
+            part, base = part if wide is None else wide[: k * c].copy_(part), self.cut(base)
+            if k > 1:
+                many = latent.reshape(rows, R).expand(k, rows, R)
+                logits = torch.bmm(many, part.view(k, c, R).mT, out=out).view(k, n, g, c)
+                base = base.unflatten(-1, (k, c)).permute(2, 0, 1, 3)
+            elif out is None:
+                logits = torch.matmul(latent, part.T)
+            else:
+                logits = torch.mm(latent.reshape(rows, R), part.T, out=out[0]).view(n, g, c)
+            yield start, logits.add_(base)
 
     def chunks(self, only=None):
-        """Yields (first id, ℓ [n,G−first,·]) of the open blocks, each in the memory of the last: a chunk stays in the
-        cache, and nothing is allocated on the way. only: numbers of the chunks that are wanted, by the same calls as if
-        all were, so that their sums are the same to the bit."""
-        open_, weight = self.open(), self.weight
-        dtype = torch.promote_types(torch.promote_types(self.base.dtype, weight.dtype), torch.float32)
-        dtype = torch.promote_types(dtype, self.latent.dtype)
-        latent = self.latent[open_, self.first :].to(dtype)
-        shape, latent = latent.shape[:2], latent.flatten(0, 1)
-        size = self.chunk(len(latent))
-        memory = latent.new_empty(len(latent) * size)
-        wide = None if weight.dtype == dtype else weight.new_empty(size, self.R, dtype=dtype)
-        for start in range(0, self.V, size):
-            if only is not None and start // size not in only:
-                continue
-            part = weight[start : start + size]
-            part = part if wide is None else wide[: len(part)].copy_(part)
-            logits = memory[: len(latent) * len(part)].view(len(latent), len(part))
-            torch.mm(latent, part.T, out=logits)
-            logits = logits.view(*shape, len(part))
-            yield start, logits.add_(self.base[open_, self.first :, start : start + size])
+        """Yields (first id, ℓ [n,G−first,·]), a copy of what `runs` yields in the order of ids, no more at a time than
+        leaves room in the cache for what is computed of it."""
+        for start, logits in self.runs(only):
+            *k, n, g, c = logits.shape
+            width = max(1, 2**15 // max(1, n * g * RUN)) * RUN
+            for at in range(0, math.prod(k) * c, width):
+                if k:
+                    yield start + at, logits[at // c : (at + width) // c].permute(1, 2, 0, 3).flatten(2)
+                else:
+                    yield start + at, logits[..., at : at + width].clone()
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The rows of [N,G,·] that are to be computed: of the open blocks, from the first on."""
+        open_ = self.open()
+        return tensor if not self.first and isinstance(open_, slice) else tensor[open_, self.first :]
 
     def open(self):
-        """Index of the blocks that are still open."""
-        return slice(None) if self.active is None else self.active.bool()
+        """Index of the blocks that are still open: where all are, a slice, which copies nothing."""
+        if self.active is None or not self.base.is_cuda and bool(self.active.all()):
+            return slice(None)
+        return self.active.bool()
+
+    def ascending(self) -> bool:
+        """Whether the rows of the readout are in the order of ids, so that the first of equals has the lowest."""
+        return self.ids is None or bool((self.ids[1:] > self.ids[:-1]).all())
 
     def names(self, start: int, stop: int) -> Tensor:
         """Original ids of kernel rows."""
@@ -126,7 +182,6 @@ def best_keys(logits: Tensor, names: Tensor) -> Tensor:
     return pack(top[..., 0].masked_fill(bad.all(-1), float("nan")), ids)
 
 
-@torch.no_grad()
 def readout_argmax_ref(
     base: Tensor,
     latent: Tensor,
@@ -149,8 +204,7 @@ def readout_argmax_ref(
     `tile` matter to the kernel alone. Raises ValueError for shapes that do not fit.
     """
     rows = Rows(base, latent, weight, ids, first_row, active, keys)
-    ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
-    top, found = _quick(rows) if ascending and not base.is_cuda else (None, None)
+    top, found = _quick(rows) if rows.ascending() and not base.is_cuda else (None, None)
     if found is None:
         _put(rows, _careful(rows))
     elif keys is None and not packed:
@@ -163,17 +217,38 @@ def readout_argmax_ref(
 def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
     """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN."""
     tops, places = [], []
-    for start, logits in rows.chunks():
-        top, place = logits.max(-1)  # on the CPU the first of equal values, and NaN where there is one
-        tops.append(top)
-        places.append(place + start if start else place)
+    for start, logits in rows.runs():
+        cut = logits.shape[-1] % RUN if logits.numel() > SMALL else 0
+        for part in (logits[..., :-cut], logits[..., -cut:]) if cut else (logits,):
+            top, place = _best(part)
+            tops.append(top)
+            places.append(place + start if start else place)
+            start += part.shape[-1]
     if len(tops) > 1:
-        tops, places = torch.stack(tops, -1), torch.stack(places, -1)
-        chunk = argmax(tops)[..., None]
-        top, place = tops.gather(-1, chunk)[..., 0], places.gather(-1, chunk)[..., 0]
-    if top.isnan().any():
+        tops, places = torch.stack(tops), torch.stack(places)
+        part = tops.argmax(0, keepdim=True)
+        top, place = tops.gather(0, part)[0], places.gather(0, part)[0]
+    if any(value != value for row in top.tolist() for value in row):
         return top, None
     return top, place if rows.ids is None else rows.ids[place]
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """ℓ as `Rows.runs` gives it, few or whole RUNs -> the largest [n,g], or NaN where there is one, its first place.
+
+    max and argmax promise both on the CPU, but are scalar code: many logits are first reduced to the maxima of runs.
+    """
+    *k, n, g, c = logits.shape
+    if logits.numel() <= SMALL or c % RUN:
+        top, place = logits.max(-1)
+        if k:
+            top, run = top.max(0)
+            place = place.gather(0, run[None])[0].add_(run, alpha=c)
+        return top, place
+    parts = logits.view(*k, n * g, c) if k else logits.flatten(0, 1).unflatten(-1, (-1, RUN))
+    run, row = parts.amax(-1).argmax(0 if k else 1), torch.arange(n * g)
+    top, place = parts[(run, row) if k else (row, run)].max(-1)
+    return top.view(n, g), place.add_(run, alpha=RUN).view(n, g)
 
 
 def _careful(rows: Rows) -> Tensor:
@@ -184,10 +259,7 @@ def _careful(rows: Rows) -> Tensor:
 
 def _put(rows: Rows, keys: Tensor):
     """Packed answers of the open rows into rows.keys."""
-    if rows.active is None:
-        rows.keys[:, rows.first :] = keys
-    else:
-        rows.keys[:, rows.first :] = rows.keys[:, rows.first :].index_put((rows.active.bool(),), keys)
+    rows.keys[rows.open(), rows.first :] = keys
 
 
 def _answer(rows: Rows, dims: int, packed: bool) -> Tensor:

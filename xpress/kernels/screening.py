@@ -249,17 +249,19 @@ def _decide(rows: Rows, z: Tensor, row: Tensor, place: Tensor, base: Tensor, dra
     left = value + slack >= floor[row]
     close = left & (torch.bincount(row[left], minlength=len(z)) > 1)[row]
     value = value.float()
-    size, touched = rows.chunk(len(z)), set()
+    reread = 0
     if close.any():
-        touched = set((place[close] // size).tolist())
-        for start, logits in rows.chunks(only=touched):
-            mine = (close & (place // size == start // size)).nonzero()[:, 0]
-            logits = _compared(rows, start, logits, draw).flatten(0, 1)
-            value[mine] = logits[row[mine], place[mine] - start].float()
+        for start, logits in rows.chunks(only=place[close].unique().tolist()):
+            stop = start + logits.shape[-1]
+            reread += stop - start
+            mine = (close & (place >= start) & (place < stop)).nonzero()[:, 0]
+            if len(mine):
+                logits = _compared(rows, start, logits, draw).flatten(0, 1)
+                value[mine] = logits[row[mine], place[mine] - start].float()
     if stats is not None:
         stats.ids_rechecked += len(row)
         stats.close_rows += int(row[close].unique().numel())
-        stats.bytes_read += (len(row) + size * len(touched)) * rows.R * weight.element_size()
+        stats.bytes_read += (len(row) + reread) * rows.R * weight.element_size()
     keys = pack(value, rows.names(0, rows.V)[place])
     return keys.new_full((len(z),), UNSET).scatter_reduce_(0, row[left], keys[left], "amax")
 
