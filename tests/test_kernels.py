@@ -22,7 +22,7 @@ from toys import V, random_block
 from xpress import kernels
 from xpress.heads import Refiner
 from xpress.kernels import Folded, pack, q_row, readout_argmax, readout_sample, refiner_latent, unpack, values
-from xpress.kernels.readout_argmax import best_keys, programs
+from xpress.kernels.readout_argmax import Rows, best_keys, programs
 from xpress.kernels.readout_sample import empty
 from xpress.refine import refine
 from xpress.sampling import DRAFT, GREEDY, Noise, Sampling
@@ -136,6 +136,35 @@ def test_reference_over_chunks():
     order = torch.randperm(49152)
     mapped = readout_argmax(base[..., order], latent, weight[order], order)
     assert_argmax(mapped, base, latent, weight)
+
+
+@pytest.mark.parametrize("N,G,R", [(1, 7, 128), (1, 15, 128), (2, 3, 128), (1, 1, 128), (3, 16, 16), (700, 2, 16)])
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+def test_reference_over_runs(N, G, R, dtype):
+    """Batched and single products, few logits and many, a rest that is no whole run: the lowest id of equals wins."""
+    for size in (511, 1536, 9000 if N == 700 else 30001):
+        base, latent, weight = rows(N, G, size, R, dtype, whole=True)  # whole numbers: exact sums, ties by the handful
+        found, want = readout_argmax(base, latent, weight), []
+        for n in range(N):
+            logits = base[n].float() + latent[n].float() @ weight.float().T
+            want.append((logits == logits.amax(-1, keepdim=True)).int().argmax(-1))
+        assert found.equal(torch.stack(want))
+        base[..., size // 3] = NAN
+        assert not (readout_argmax(base[:3], latent[:3], weight) == size // 3).any()
+
+
+@pytest.mark.parametrize("G,R,dtype", [(7, 128, fp32), (15, 64, bf16), (700, 16, fp32)])
+def test_some_logits_are_the_same_to_the_bit(G, R, dtype):
+    base, latent, weight = rows(1, G, 30001, R, dtype)
+    work = Rows(base, latent, weight, None, 0, None, None)
+    whole = torch.cat([logits for _, logits in work.chunks()], -1)
+    assert whole.shape == base.shape
+    wanted, seen = [3, 20000, 30000], set()
+    for start, logits in work.chunks(only=wanted):
+        stop = start + logits.shape[-1]
+        assert logits.equal(whole[..., start:stop])
+        seen |= {place for place in wanted if start <= place < stop}
+    assert seen == set(wanted)
 
 
 def test_arguments_that_do_not_fit_are_named():

@@ -218,7 +218,7 @@ def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
     """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN."""
     tops, places = [], []
     for start, logits in rows.runs():
-        cut = logits.shape[-1] % RUN if logits.numel() > SMALL else 0
+        cut = logits.shape[-1] % RUN if logits.numel() > SMALL and logits.shape[-1] > RUN else 0
         for part in (logits[..., :-cut], logits[..., -cut:]) if cut else (logits,):
             top, place = _best(part)
             tops.append(top)
