@@ -113,7 +113,7 @@ class Rows:
         of k times RUN consecutive ids [k,n,G−first,RUN]. only: places whose logits are wanted, by the same calls as if
         all were, so that their sums are the same to the bit."""
         latent = self.cut(self.latent)
-        latent = latent if latent.dtype == self.dtype else latent.to(self.dtype)
+        latent = (latent if latent.dtype == self.dtype else latent.to(self.dtype)).contiguous()
         n, g, R = latent.shape
         rows = n * g
         size, count = self.pieces(rows)
@@ -132,13 +132,13 @@ class Rows:
                 out = memory[: rows * k * c].view(k, rows, c)
             part, base = part if wide is None else wide[: k * c].copy_(part), self.cut(base)
             if k > 1:
-                many = latent.reshape(rows, R).expand(k, rows, R)
+                many = latent.view(rows, R).expand(k, rows, R)
                 logits = torch.bmm(many, part.view(k, c, R).mT, out=out).view(k, n, g, c)
                 base = base.unflatten(-1, (k, c)).permute(2, 0, 1, 3)
             elif out is None:
-                logits = torch.matmul(latent, part.T)
+                logits = torch.matmul(latent, part.T)  # one product of all blocks, because latent is contiguous
             else:
-                logits = torch.mm(latent.reshape(rows, R), part.T, out=out[0]).view(n, g, c)
+                logits = torch.mm(latent.view(rows, R), part.T, out=out[0]).view(n, g, c)
             yield start, logits.add_(base)
 
     def chunks(self, only=None):
