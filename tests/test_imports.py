@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, and on one floor from left to right: a file imports from what stands before it.
 FLOORS = [
     ["block", "sampling", "sequences", "linear", "stopping", "files", "memory"]
-    + ["kernels.readout_tiles", "kernels.readout_argmax", "kernels.readout_sample"]
+    + ["kernels.rows", "kernels.readout_tiles", "kernels.readout_argmax", "kernels.readout_sample"]
     + ["kernels.screen", "kernels.screening_tiles", "kernels.screening", "kernels.top_c"]
     + ["kernels.latent_tiles", "kernels.refiner_latent"]
     + ["kernels.dispatch", "kernels.step", "kernels.graphs", "kernels"],

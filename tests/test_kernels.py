@@ -22,8 +22,9 @@ from toys import V, random_block
 from xpress import kernels
 from xpress.heads import Refiner
 from xpress.kernels import Folded, pack, q_row, readout_argmax, readout_sample, refiner_latent, unpack, values
-from xpress.kernels.readout_argmax import Rows, best_keys, programs
+from xpress.kernels.readout_argmax import programs
 from xpress.kernels.readout_sample import empty
+from xpress.kernels.rows import Rows, best_keys
 from xpress.refine import refine
 from xpress.sampling import DRAFT, GREEDY, Noise, Sampling
 

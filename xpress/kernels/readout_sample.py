@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xpress.kernels.readout_argmax import UNSET, Rows, best_keys, launch, on_device, pack, unpack
+from xpress.kernels.readout_argmax import launch, on_device
+from xpress.kernels.rows import UNSET, Rows, best_keys, pack, unpack
 from xpress.sampling import MAX_SLOTS, argmax, gumbel_of, philox
 
 

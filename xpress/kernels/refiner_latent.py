@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpress.kernels.readout_argmax import UNSET, on_device, unpack
+from xpress.kernels.readout_argmax import on_device
+from xpress.kernels.rows import UNSET, unpack
 from xpress.sampling import at_least_fp32
 
 
