@@ -24,12 +24,13 @@ from xpress.features import feature_scale
 from xpress.files import file_hash
 from xpress.loss import Term
 from xpress.recipe import TrainSettings
+from xpress.static import SIZES
 from xpress.target import Target
 
 REPO = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
-TARGET_KEYS = {"name", "dtype", "revision", "device_map", "loop", "sizes"}
+TARGET_KEYS = {"name", "dtype", "revision", "device_map", "loop", "graphs", "sizes"}
 TERM_VALUES = {
     "rounds": "rounds",
     "anchor": "weight",
@@ -86,7 +87,7 @@ def make_target(section: dict, device: str, dtype: str | None = None) -> Target:
     place = _place(section)
     dtype = dtype or section.get("dtype") or "float32"
     options = section.get("revision"), section.get("device_map"), section.get("loop", "auto")
-    target = Target.from_pretrained(place, dtype, device, *options)
+    target = Target.from_pretrained(place, dtype, device, *options, section.get("graphs") or SIZES)
     target.name = section["name"]
     check_sizes("target", section.get("sizes"), section["name"], target.config)
     return target
