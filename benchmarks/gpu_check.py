@@ -3,10 +3,10 @@
     python benchmarks/gpu_check.py                      # wants torch, triton and transformers, nothing else
     python benchmarks/gpu_check.py --device cpu --small # the same on toy sizes with the references: are there typos?
 
-First the laws of gpu_laws.py, one line each, ok or FAILED. Then a pass of the readout and whole refine steps beside what
+First the laws of gpu_laws.py, one line each, ok or FAILED. Then readouts, passes and whole refine steps beside what
 bytes over bandwidth predict and what was published; then the tables of the other benchmarks. Parts run as processes
-with time limits of their own, so that one that hangs or dies leaves the others their time. The last line is JSON, which
-$OUT/gpu_check.json gets too. Exit code 1 where a law or a part failed.
+with time limits of their own, so that one that hangs or dies leaves the others their time. The last line is JSON,
+which $OUT/gpu_check.json gets too. Exit code 1 where a law or a part failed; a table that was cut off is no failure.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ T = 0.8
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes: vocabularies V, rank R, slots B, batch sizes N, hidden size D, launches of the repeated one; the target."""
+    """Sizes: vocabularies V, rank R, slots B, batch sizes N, hidden size D, repeated launches; prompts; the target."""
 
     device: str
     vocabularies: tuple = (151936, 32000)
@@ -226,8 +226,8 @@ def refine_graph(block: Block, head, sampled: bool = False, bits: int | None = N
 
 @torch.inference_mode()
 def refine_step_graph(case: Case) -> str:
-    """Graph = eager to the bit over changing inputs and passes, greedy, sampled and screened; in fp32 eager = the solver,
-    whose latents are other sums: one block in all may fall otherwise."""
+    """Graph = eager to the bit over changing inputs and passes, greedy, sampled and screened; in fp32 eager = the
+    solver, whose latents are other sums: one block in all may fall otherwise."""
     count, other_blocks, V = 0, 0, case.vocabularies[-1]
     for how in ({}, {"sampled": True}, {"bits": 8}):
         for N, dtype in [*((N, torch.bfloat16) for N in case.N), (case.N[-1], torch.float32)]:
@@ -317,8 +317,8 @@ def answers(target: Target, prompts, method: str, new_tokens: int, sampling=GREE
 
 
 def static_loop(case: Case) -> str:
-    """Tokens of the static loop are those of transformers' modules, batch by batch, over a bucket's border; and with any
-    drafter they are plain autoregression's. Where two loops differ it must be a tie."""
+    """Tokens of the static loop are those of transformers' modules, batch by batch, over a bucket's border; and with
+    any drafter they are plain autoregression's. Where two loops differ it must be a tie."""
     targets = {"plain": random_target(case, "plain")}
     targets["static"] = random_target(case, "static", targets["plain"].model)
     draw, ties = torch.Generator().manual_seed(6), 0
