@@ -64,7 +64,7 @@ def passes(device: str, small: bool) -> dict:
     rate = bandwidth(device, 2**20 if small else 2**28)
     used = rate if cuda else ASSUMED
     print(f"bandwidth: {rate / 1e12:.3f} TB/s measured, predictions with {used / 1e12:.3f}")
-    repeats, found = 2 if small else 15, []
+    repeats, at_once, found = *((1, 1) if small else (15, AT_ONCE)), []
     for V in case.vocabularies:
         parts = [block_and_head(case, V, 1, torch.bfloat16, seed) for seed in range(1 if small else 3)]
         size = {"V": V, "rows": case.B - 1, "bytes": {}}
@@ -86,7 +86,7 @@ def passes(device: str, small: bool) -> dict:
                 turns.append((block.base_logits(), latent.contiguous(), weight, screen, keys, constant, step))
 
             def readouts(base, *, turns=turns):
-                for _ in range(AT_ONCE):
+                for _ in range(at_once):
                     for base, latent, weight, screen, keys, *_ in turns:
                         how = {"keys": keys, "reset": False, "packed": True}
                         if screen is None:
@@ -98,7 +98,7 @@ def passes(device: str, small: bool) -> dict:
             # each set has graphs of its own, and one graph holds all readouts in turn
             whole = Graphs(lambda base, *, readouts=readouts: readouts(base), name="readouts")
             call = lambda whole=whole, turns=turns: whole(turns[0][0])  # noqa: E731
-            functions[form, "readout"], timed[form, "readout"] = call, AT_ONCE * len(turns)
+            functions[form, "readout"], timed[form, "readout"] = call, at_once * len(turns)
             steps = [
                 Graphs(lambda base, constant, *, passes, step=turn[-1]: step(base, constant, passes, poll=False))
                 for turn in turns
@@ -106,11 +106,11 @@ def passes(device: str, small: bool) -> dict:
             for K in KS:
 
                 def run(K=K, steps=steps, turns=turns):
-                    for _ in range(AT_ONCE):
+                    for _ in range(at_once):
                         for graphs, turn in zip(steps, turns):
                             graphs(turn[0], turn[5], passes=K)
 
-                functions[form, f"K={K}"], timed[form, f"K={K}"] = run, AT_ONCE * len(turns)
+                functions[form, f"K={K}"], timed[form, f"K={K}"] = run, at_once * len(turns)
         times = interleaved(functions, repeats, device)
         seconds = {key: sorted(values)[len(values) // 2] / timed[key] for key, values in times.items()}
         for form in size["bytes"]:

@@ -8,12 +8,13 @@ from copy import deepcopy
 
 import pytest
 import torch
+from disk import save_model
 from test_lean import ODD, PROMPTS, VARIANTS, model_of, odd, same
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toys import L, V, make_drafter, make_head, make_model, plain
 
-from xpress import static
+from xpress import parts, static
 from xpress.decode import decode_batch, generate
 from xpress.drafter import Context
 from xpress.kernels import graphs as graphs_file
@@ -381,6 +382,15 @@ def test_a_round_reads_the_device_once(method, sampling, monkeypatch, device):
 def test_a_model_that_the_loop_does_not_know_is_refused_by_name(what):
     with pytest.raises(ValueError, match=f"target.loop=static: target odd cannot run that way, .*{ODD[what]}"):
         Target(odd(what), name="odd", loop="static")
+
+
+def test_the_sizes_reach_target_and_drafter_from_the_settings(tmp_path):
+    section = {"name": str(save_model(tmp_path / "target")), "loop": "static"}
+    assert parts.make_target(section, "cpu").graphs == static.SIZES
+    target = parts.make_target({**section, "graphs": [3, 5]}, "cpu")
+    drafter, _ = methods(target, "bare")
+    generate(target, PROMPTS[0], drafter, max_new_tokens=3)
+    assert target._steps.graphs.sizes == drafter._static.graphs.sizes == {3, 5}
 
 
 @pytest.mark.parametrize("sizes", [[0], [1, True], "12", 4])
