@@ -110,7 +110,8 @@ def _scaled(fc: torch.Tensor, scale, power: float = 1.0) -> torch.Tensor:
 
 
 def load(path: str | Path, target=None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Checkpoint:
-    """Read a checkpoint folder (ours or a z-lab dFlash drafter) and bind it to `target`.
+    """Read a checkpoint folder (ours or a z-lab dFlash drafter) and bind it to `target`. The drafter comes frozen, as
+    decoding in static buffers needs it; training asks for its gradients by itself.
 
     Raises FileNotFoundError for a missing or partial folder, ValueError for tensors that are missing, unexpected, of
     another shape or not finite, and for a checkpoint that belongs to another target.
@@ -131,7 +132,7 @@ def load(path: str | Path, target=None, dtype: torch.dtype = torch.float32, devi
         check_head({**head.config, "draft_vocab_size": head.readout.out_features}, drafter.config)
     ours = {f"head.{name}": weight for name, weight in head.state_dict().items()} if head is not None else {}
     _account(folder, {**drafter.state_dict(), **ours}, tensors)
-    drafter.to(device=device, dtype=dtype).eval()
+    drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)
     drafter.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("head.")})
     if head is not None:
         head.to(device=device, dtype=dtype).eval()
