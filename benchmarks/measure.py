@@ -145,3 +145,10 @@ def commit() -> str:
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     done = subprocess.run(asked, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
+
+
+def show(columns: list[str], rows: list[list[str]]):
+    """A table of aligned columns."""
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    for row in (columns, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

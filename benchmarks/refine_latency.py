@@ -26,7 +26,7 @@ import json
 from itertools import cycle
 
 import torch
-from measure import bandwidth, interleaved, machine, rate
+from measure import bandwidth, interleaved, machine, rate, show
 from torch import nn
 
 from xpress import kernels
@@ -211,13 +211,6 @@ def report(row: dict, unit: float, name: str):
     for kind, form in (("hard", "ours"), ("easy", "easy")):
         ratio = seconds[f"{form} auto"] / seconds[f"{form} {G}"]
         print(f"auto / K = {G}, {kind} blocks (passes {', '.join(map(str, used[kind]))}): {ratio:.2f}")
-
-
-def show(columns: list[str], rows: list[list[str]]):
-    """A table of aligned columns."""
-    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-    for row in (columns, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 def main():
