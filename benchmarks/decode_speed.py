@@ -248,6 +248,7 @@ def make_methods(args, target: Target) -> dict[str, Method]:
         drafter, head = found.drafter, found.head
     else:
         drafter, head = random_parts(target, args.shape or "smollm2_135m", args.block_size)
+    head = head and head.folded()
     most = drafter.config.num_draft + 1
     if wrong := {name: tau for name, tau in args.tau.items() if not 1 <= tau <= most}:
         raise ValueError(f"--tau {wrong}: with {most - 1} draft tokens it lies within 1 … {most}")

@@ -219,6 +219,7 @@ def tables(arguments) -> list[tuple[str, list[str], float]]:
     here = ["--device", arguments.device]
     taus = ["--tau", "bare=4.0", "4=5.0", "auto=5.0", "--passes", "4", "auto"]
     shape = ["--shape", "qwen3_8b", "--dtype", "bfloat16"]
+    shape += ["--loop", "static"] if arguments.device.startswith("cuda") else []
     speed, steps = ["--tokens", "64", "--prompts", "2", "--repeats", "3"], ["--steps", "--repeats", "9"]
     latency = ["--repeats", "7"]
     if arguments.small:

@@ -21,8 +21,8 @@ SIDE_BY_SIDE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def choose_loop(asked: str, model, name: str) -> str:
-    """-> "lean", "plain" or "static" (what auto takes on a GPU, where the lean loop can be had). Raises ValueError for
-    another setting, and where "lean" or "static" is asked for and cannot be had."""
+    """-> "lean" (what auto takes where it can be had), "plain" or "static". Raises ValueError for another setting, and
+    where "lean" or "static" is asked for and cannot be had."""
     if asked not in LOOPS:
         raise ValueError(f"target.loop={asked}: known are {', '.join(LOOPS)}")
     why = None if asked == "plain" else why_not(model)
@@ -30,7 +30,7 @@ def choose_loop(asked: str, model, name: str) -> str:
         raise ValueError(f"target.loop={asked}: target {name} cannot run that way, {why}; give auto or plain")
     if asked == "plain" or why:
         return "plain"
-    return ("static" if model.get_input_embeddings().weight.is_cuda else "lean") if asked == "auto" else asked
+    return "lean" if asked == "auto" else asked
 
 
 def why_not(model) -> str | None:
