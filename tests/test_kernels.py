@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 from hypothesis import given, settings
@@ -490,15 +491,7 @@ def test_passes_of_kernels_are_jacobi(triton, layout, passes):
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process under the interpreter")
 def test_laws_of_the_kernels_under_the_interpreter(capsys):
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", __file__, "-m", "gpu", "-x", "-p", "no:cacheprovider", "-W", "ignore"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    if "only 0-dimensional arrays can be converted" in done.stdout:
-        pytest.skip("the interpreter of this Triton needs numpy below 2.4")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    with capsys.disabled():
-        print("\ninterpreted:", done.stdout.strip().splitlines()[-1])
+    interpreted.run(__file__, capsys)
 
 
 # ---- what the launchers ask for, compiled for an H200

@@ -47,6 +47,7 @@ def _step_of(head: CorrectionHead, block: Block, sampled: bool):
     made = head.__dict__.setdefault("_steps", {})  # left out of copies: see CorrectionHead
     weight, screen = head.readout.weight, None if sampled else head.screen
     where = weight.data_ptr(), weight.dtype, weight.device, block.hidden.dtype
+    # ids of objects, not of freed ones: the step that is kept holds both
     key = (
         len(block),
         block.num_draft,
