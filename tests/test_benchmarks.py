@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "train_step.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
+import measure  # noqa: E402
+import readout_argmax  # noqa: E402
 import train_step  # noqa: E402
 
 
@@ -79,3 +81,54 @@ def test_a_competitor_that_dies_is_a_row_not_a_crash():
         worker.process.kill()
         assert worker.ask("versions") == {} and "killed" in worker.failed and not worker.missing
         assert worker.ask("step") == {}
+
+
+def test_interleaved_calls_share_the_sets_fairly():
+    met, count = {"a": [], "b": [], "c": []}, measure.count_sets(3, 3)
+    assert count == 4
+    following = measure.rotating(range(count), 3)
+    calls = {name: (lambda seen=seen: seen.append(following())) for name, seen in met.items()}
+    seconds = measure.interleaved(calls, 20, warm=2)
+    assert {name: len(spent) for name, spent in seconds.items()} == dict.fromkeys("abc", 20)
+    assert all(len(seen) == 22 and set(seen) == set(range(count)) for seen in met.values())
+    with pytest.raises(ValueError, match="take 4 sets"):
+        measure.rotating(range(3), 3)
+    with pytest.raises(ValueError, match="repeats=0"):
+        measure.interleaved(calls, 0)
+
+
+def test_readout_argmax_compares_and_counts(tmp_path, capsys):
+    sizes = "--sizes 700 --ranks 16 --rows 3 --repeats 2 --json".split()
+    assert readout_argmax.main([*sizes, str(tmp_path / "out.json")]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "out.json").read_text()) == found and found["agree"]
+    rows = {row["method"]: row for row in found["rows"]}
+    assert rows.keys() == {"plain", "ours", "int8", "int4"}
+    assert rows["plain"]["bytes"] == rows["ours"]["bytes"] == 4 * (700 * 16 + 3 * 700)
+    assert rows["int8"]["ids_rechecked"] >= 3 and rows["int4"]["bytes"] > 4 * 3 * 700
+    for row in rows.values():
+        assert len(row["all_seconds"]) == 2 and row["floor"] > 0 and row["ids_differ"] == 0
+
+
+def test_a_screen_that_is_wrong_shows():
+    parts = readout_argmax.inputs(300, 16, 5, torch.float32, "cpu", 0)
+    methods = {"ours": lambda base, latent, weight, _: readout_argmax.plain(base, latent, weight)}
+    methods |= {"int8": lambda base, *_: base.argmax(-1), "plain": lambda *_: torch.zeros(1, 5, dtype=torch.long)}
+    changed = int((readout_argmax.plain(*parts) != parts[0].argmax(-1)).sum())
+    assert changed and readout_argmax.compare(methods, (*parts, None), "float32") == {
+        "ours": 0,
+        "int8": changed,
+        "plain": 5,
+    }
+
+
+def test_settings_of_readout_argmax_are_named(capsys):
+    for wrong, name in (
+        (["--device", "tpu"], "--device"),
+        (["--ranks", "3"], "--ranks"),
+        (["--repeats", "0"], "--repeats"),
+        (["--json", "/nowhere/out.json"], "--json"),
+    ):
+        with pytest.raises(SystemExit):
+            readout_argmax.main(wrong)
+        assert name in capsys.readouterr().err

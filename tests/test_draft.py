@@ -9,10 +9,11 @@ from torch import nn
 from toys import HEADS, random_block
 
 from xpress.draft import Drawing, Rows
+from xpress.fused import fused
 from xpress.heads import Refiner
 from xpress.kernels import Screen
 from xpress.refine import refine
-from xpress.sampling import Noise, Sampling
+from xpress.sampling import GREEDY, Noise, Sampling
 from xpress.sampling_check import Case, check_sampling
 from xpress.verify import verify
 
@@ -91,7 +92,7 @@ def test_top_c_of_the_whole_vocabulary_is_exact_and_of_few_ids_is_not():
 def test_a_copy_of_a_head_begins_without_buffers():
     block, head = block_and_head()
     head = head.folded()
-    ids = refine(head, block, 2).ids
+    ids = fused(head, block, 2, GREEDY, None).ids
     copied = copy.deepcopy(head)
     assert "_steps" in vars(head) and "_steps" not in vars(copied)
     nn.init.zeros_(copied.readout.weight)
@@ -100,7 +101,7 @@ def test_a_copy_of_a_head_begins_without_buffers():
 
 @pytest.mark.parametrize("passes", [0, 1, 3, 4, 7, "auto"])
 @pytest.mark.parametrize("name", ["refiner", "markov"])
-def test_the_fused_step_is_the_solver(monkeypatch, name, passes):
+def test_the_fused_step_is_the_solver(name, passes):
     """Tokens, passes and settled passes, of batches that change in size, with weights changed in place between."""
     for N in (3, 1, 3, 2):
         block = random_block(N=N, B=5, seed=N)
@@ -109,10 +110,7 @@ def test_the_fused_step_is_the_solver(monkeypatch, name, passes):
             nn.init.normal_(weight, std=0.2)
         head = head.folded()
         for _ in range(2):
-            quick = refine(head, block, passes)
-            with monkeypatch.context() as patch:
-                patch.setattr(REFINE, "fits", lambda *_: False)
-                plain = refine(head, block, passes)
+            quick, plain = fused(head, block, passes, GREEDY, None), refine(head, block, passes)
             assert quick.ids.equal(plain.ids) and quick.passes.equal(plain.passes)
             assert quick.settled is plain.settled is None or quick.settled.equal(plain.settled)
             head.readout.weight.mul_(-0.5)

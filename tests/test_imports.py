@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, and on one floor from left to right: a file imports from what stands before it.
 FLOORS = [
     ["block", "sampling", "sequences", "linear", "stopping", "files", "memory"]
-    + ["kernels.readout_tiles", "kernels.readout_argmax", "kernels.readout_sample"]
+    + ["kernels.rows", "kernels.readout_tiles", "kernels.readout_argmax", "kernels.readout_sample"]
     + ["kernels.screen", "kernels.screening_tiles", "kernels.screening", "kernels.top_c"]
     + ["kernels.latent_tiles", "kernels.refiner_latent"]
     + ["kernels.dispatch", "kernels.step", "kernels.graphs", "kernels"],
-    ["lean", "target", "drafter_config", "attention", "drafter", "deer"]
+    ["static", "lean", "target", "drafter_config", "attention", "static_draft", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads.confidence", "heads"],
     ["draft", "fused", "refine", "verify"],
     ["decode", "anchors", "loss"],
@@ -81,7 +81,7 @@ def test_lazy_and_relative_imports_are_seen():
     )
     assert imports(source, "xpress.heads") == {"a.b", "xpress.train", "xpress.heads.refine", "xpress.decode.cut"}
     found = own_imports(ROOT / "xpress" / "decode.py")
-    assert found == {"draft", "drafter", "refine", "sampling", "stopping", "verify"}
+    assert found == {"draft", "drafter", "refine", "sampling", "sequences", "stopping", "verify"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,8 +23,9 @@ from toys import V, random_block
 from xpress import kernels
 from xpress.heads import Refiner
 from xpress.kernels import Folded, pack, q_row, readout_argmax, readout_sample, refiner_latent, unpack, values
-from xpress.kernels.readout_argmax import best_keys, programs
+from xpress.kernels.readout_argmax import programs
 from xpress.kernels.readout_sample import empty
+from xpress.kernels.rows import Rows, best_keys
 from xpress.refine import refine
 from xpress.sampling import DRAFT, GREEDY, Noise, Sampling
 
@@ -136,6 +138,35 @@ def test_reference_over_chunks():
     order = torch.randperm(49152)
     mapped = readout_argmax(base[..., order], latent, weight[order], order)
     assert_argmax(mapped, base, latent, weight)
+
+
+@pytest.mark.parametrize("N,G,R", [(1, 7, 128), (1, 15, 128), (2, 3, 128), (1, 1, 128), (3, 16, 16), (700, 2, 16)])
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+def test_reference_over_runs(N, G, R, dtype):
+    """Batched and single products, few logits and many, a rest that is no whole run: the lowest id of equals wins."""
+    for size in (511, 1536, 9000 if N == 700 else 30001):
+        base, latent, weight = rows(N, G, size, R, dtype, whole=True)  # whole numbers: exact sums, ties by the handful
+        found, want = readout_argmax(base, latent, weight), []
+        for n in range(N):
+            logits = base[n].float() + latent[n].float() @ weight.float().T
+            want.append((logits == logits.amax(-1, keepdim=True)).int().argmax(-1))
+        assert found.equal(torch.stack(want))
+        base[..., size // 3] = NAN
+        assert not (readout_argmax(base[:3], latent[:3], weight) == size // 3).any()
+
+
+@pytest.mark.parametrize("G,R,dtype", [(7, 128, fp32), (15, 64, bf16), (700, 16, fp32)])
+def test_some_logits_are_the_same_to_the_bit(G, R, dtype):
+    base, latent, weight = rows(1, G, 30001, R, dtype)
+    work = Rows(base, latent, weight, None, 0, None, None)
+    whole = torch.cat([logits for _, logits in work.chunks()], -1)
+    assert whole.shape == base.shape
+    wanted, seen = [3, 20000, 30000], set()
+    for start, logits in work.chunks(only=wanted):
+        stop = start + logits.shape[-1]
+        assert logits.equal(whole[..., start:stop])
+        seen |= {place for place in wanted if start <= place < stop}
+    assert seen == set(wanted)
 
 
 def test_arguments_that_do_not_fit_are_named():
@@ -460,15 +491,7 @@ def test_passes_of_kernels_are_jacobi(triton, layout, passes):
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process under the interpreter")
 def test_laws_of_the_kernels_under_the_interpreter(capsys):
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", __file__, "-m", "gpu", "-x", "-p", "no:cacheprovider", "-W", "ignore"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    if "only 0-dimensional arrays can be converted" in done.stdout:
-        pytest.skip("the interpreter of this Triton needs numpy below 2.4")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    with capsys.disabled():
-        print("\ninterpreted:", done.stdout.strip().splitlines()[-1])
+    interpreted.run(__file__, capsys)
 
 
 # ---- what the launchers ask for, compiled for an H200

@@ -3,11 +3,9 @@
 Laws of the Triton side carry the mark `gpu` and run under the interpreter as those of test_kernels.py.
 """
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 from hypothesis import given, settings
@@ -275,15 +273,7 @@ def test_odd_rows_and_skipped_tiles():
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process under the interpreter")
 def test_laws_of_screening_under_the_interpreter(capsys):
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", __file__, "-m", "gpu", "-x", "-p", "no:cacheprovider", "-W", "ignore"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    if "only 0-dimensional arrays can be converted" in done.stdout:
-        pytest.skip("the interpreter of this Triton needs numpy below 2.4")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    with capsys.disabled():
-        print("\ninterpreted:", done.stdout.strip().splitlines()[-1])
+    interpreted.run(__file__, capsys)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's Triton does not compile")

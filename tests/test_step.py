@@ -4,11 +4,9 @@ Laws of the Triton side carry the mark `gpu` and run under the interpreter as th
 """
 
 import dataclasses
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 from test_kernels import DEVICE, INTERPRETED, Recorder, bf16, block_to, compile_for_h200, fp32, on_triton
@@ -273,15 +271,7 @@ def test_a_markov_step_of_kernels_is_the_solver():
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process under the interpreter")
 def test_laws_of_the_step_under_the_interpreter(capsys):
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", __file__, "-m", "gpu", "-x", "-p", "no:cacheprovider", "-W", "ignore"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    if "only 0-dimensional arrays can be converted" in done.stdout:
-        pytest.skip("the interpreter of this Triton needs numpy below 2.4")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    with capsys.disabled():
-        print("\ninterpreted:", done.stdout.strip().splitlines()[-1])
+    interpreted.run(__file__, capsys)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's Triton does not compile")

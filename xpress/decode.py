@@ -16,6 +16,7 @@ from xpress.draft import Draft
 from xpress.drafter import Context
 from xpress.refine import check_passes, refine
 from xpress.sampling import GREEDY, TARGET, Noise, Sampling, argmax, sample
+from xpress.sequences import on_device
 from xpress.stopping import Stops
 from xpress.verify import Verdict, verify
 
@@ -89,7 +90,7 @@ def decode_batch(
             target.select(kept)
             if drafter:
                 drafter.select(kept)
-                target_hidden = target_hidden[kept, : max(counts)]
+                target_hidden = target_hidden.index_select(0, on_device(kept, target_hidden.device))[:, : max(counts)]
         num_rounds += 1
         noise = Noise(tuple(seeds[row] for row in rows), num_rounds)
         if drafter:
@@ -97,7 +98,7 @@ def decode_batch(
             draft = refine(head, drafter.draft(context), passes, sampling, noise)  # DRAFT, REFINE
         else:
             draft = Draft.nothing(len(rows), target.device)
-        anchors = torch.tensor([ids[row][-1] for row in rows], device=target.device)
+        anchors = on_device([ids[row][-1] for row in rows], target.device)
         scores = target.score(anchors, draft.ids)  # VERIFY
         verdict = verify(draft, scores, sampling, noise)
         if observe:
@@ -130,12 +131,15 @@ def room_for(target, prompt: list[int], max_new_tokens: int) -> int:
 
 def _read(verdict: Verdict, draft: Draft) -> tuple[list, list, list, list | None, list]:
     """num_accepted, bonus, passes, settled [N] and draft ids [N,G] as lists: the only time in a round that the host
-    waits for the device, hence in one transfer."""
-    numbers = [verdict.num_accepted, verdict.bonus, draft.passes] + ([] if draft.settled is None else [draft.settled])
-    columns = torch.cat([*(n[:, None].to(draft.ids) for n in numbers), draft.ids], 1).T.tolist()
-    accepted, bonus, used, *rest = columns
-    settled = None if draft.settled is None else rest.pop(0)
-    return accepted, bonus, used, settled, [list(ids) for ids in zip(*rest)] or [[] for _ in accepted]
+    waits for the device, hence in one transfer. What the host has already takes no part in it."""
+    numbers = {"accepted": verdict.num_accepted, "bonus": verdict.bonus, "used": draft.passes}
+    numbers |= {} if draft.settled is None else {"settled": draft.settled}
+    there = [name for name, column in numbers.items() if column.device == draft.ids.device]
+    columns = torch.cat([*(numbers[name][:, None].to(draft.ids.dtype) for name in there), draft.ids], 1).T.tolist()
+    found = {name: column.tolist() for name, column in numbers.items() if name not in there}
+    found |= dict(zip(there, columns))
+    drafted = [list(ids) for ids in zip(*columns[len(there) :])] or [[] for _ in found["accepted"]]
+    return found["accepted"], found["bonus"], found["used"], found.get("settled"), drafted
 
 
 def _first_tokens(logits, sampling, noise) -> list[int]:

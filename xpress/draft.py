@@ -161,7 +161,7 @@ class Drawing:
         return self._draw(start, stop)
 
     def _draw(self, start: int, stop: int) -> Tensor:
-        address = self.address + torch.tensor([0, start], device=self.address.device)
+        address = torch.stack([self.address[:, 0], self.address[:, 1] + start], 1)
         part = self.base[:, start:stop], self.latent[:, start:stop], self.weight, self.block.draft_ids
         ids, self.logit[:, start:stop], self.lse[:, start:stop] = kernels.readout_sample(
             *part, address=address, temperature=self.temperature

@@ -23,7 +23,9 @@ from xpress.attention import block_attention, chunks
 from xpress.block import LAYOUTS, Block
 from xpress.drafter_config import DrafterConfig
 from xpress.linear import linear
-from xpress.sequences import Sequences
+from xpress.sequences import Sequences, on_device
+from xpress.static import StaticSequences
+from xpress.static_draft import StaticDraft
 from xpress.target import check_layer_ids, rope_parameters
 
 
@@ -107,9 +109,13 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.kv, self.dim))
         return rotate(self.k_norm(k), cos, sin), v
 
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [...,D] -> queries [...,heads,d], normed, turned and scaled"""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), cos, sin) * self.dim**-0.5
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], visible, parts):
         """x [S,A,B,D]; context keys and values [S,T,kv,d]; visible [S,A,T] (None: all of it) -> [S,A,B,D]."""
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), cos, sin) * self.dim**-0.5
+        q = self.queries(x, cos, sin)
         return self.o_proj(block_attention(q, context, self.keys_values(x, cos, sin), visible, parts))
 
 
@@ -156,6 +162,7 @@ class DFlashDrafter(nn.Module):
         self.rotary = Rotary(config)
         ids = None if config.draft_ids is None else torch.tensor(config.draft_ids)
         self.register_buffer("draft_ids", ids, persistent=False)
+        self._static = StaticDraft()
         for weight in self.parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=config.initializer_range)
@@ -210,20 +217,25 @@ class DFlashDrafter(nn.Module):
 
     # --- the parallel pass ------------------------------------------------------------------------------------------
 
-    def project(self, target_hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """target_hidden [S,T,M·D], positions [S,T] -> per layer, keys and values [S,T,kv,d]."""
+    def project(self, target_hidden: Tensor, positions: Tensor, scale=None) -> list[tuple[Tensor, Tensor]]:
+        """target_hidden [S,T,M·D], positions [S,T] -> per layer, keys and values [S,T,kv,d]. scale [M]: the config's
+        feature_scale, for callers that have it on the device."""
         scaled = target_hidden.to(self.fc.weight.dtype).unflatten(-1, (len(self.layer_ids), -1))
-        scaled = (scaled * scaled.new_tensor(self.config.feature_scale)[:, None]).flatten(-2)
+        scale = scaled.new_tensor(self.config.feature_scale) if scale is None else scale
+        scaled = (scaled * scale[:, None]).flatten(-2)
         context = self.hidden_norm(self.fc(scaled))
         cos, sin = self.rotary(positions)
         return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
 
+    def embed(self, anchor: Tensor) -> Tensor:
+        """anchor ids [...] -> the target's embedding of [anchor, MASK, …, MASK], [...,B,D]"""
+        ids = anchor[..., None].repeat(*[1] * anchor.dim(), self.config.block_size)
+        ids[..., 1:] = self.config.mask_token_id
+        return self.target.embedding(ids.to(self.target.embedding.weight.device)).to(ids.device, self.fc.weight.dtype)
+
     def forward(self, anchor: Tensor, positions: Tensor, contexts, visible: Tensor | None = None) -> Tensor:
         """anchor ids [S,A], their positions [S,A], per-layer contexts, visible [S,A,T] -> hidden [S,A,B,D]."""
-        B = self.config.block_size
-        ids = anchor[..., None].repeat(1, 1, B)
-        ids[..., 1:] = self.config.mask_token_id
-        x = self.target.embedding(ids.to(self.target.embedding.weight.device)).to(ids.device, self.fc.weight.dtype)
+        B, x = self.config.block_size, self.embed(anchor)
         cos, sin = self.rotary(positions[..., None] + torch.arange(B, device=positions.device))
         S, A = anchor.shape
         length = contexts[0][0].shape[1]
@@ -243,15 +255,23 @@ class DFlashDrafter(nn.Module):
         if self.sequences is not None:
             self.sequences.select(rows)
 
+    def _open(self, num_rows: int) -> Sequences:
+        weight, target = self.fc.weight, self.target
+        static = getattr(target, "loop", None) == "static" and target.device == weight.device
+        if static and not any(parameter.requires_grad for parameter in self.parameters()):
+            return self._static.open(self, num_rows)
+        return Sequences([0] * num_rows)
+
     def draft(self, context: Context) -> Block:
         """One parallel pass over the N blocks that open with the last id of each sequence.
 
         Only committed tokens ever enter the cache; the block's own keys and values live for this pass alone, which is
-        what cropping the cache after each round would leave.
+        what cropping the cache after each round would leave. Where the target decodes in static buffers, so does a
+        drafter whose weights are frozen; on a GPU its block's hidden states are then valid until the next call.
         """
         device, new = self.fc.weight.device, context.target_hidden
         if self.sequences is None:
-            self.sequences = Sequences([0] * len(context.ids))
+            self.sequences = self._open(len(context.ids))
         rows, starts = self.sequences, [len(ids) - 1 for ids in context.ids]
         counts = [start - have for start, have in zip(starts, rows.lengths)]
         if new is None or len(rows) != len(starts) or min(counts) < 0 or max(counts) != new.shape[1]:
@@ -260,6 +280,10 @@ class DFlashDrafter(nn.Module):
                 f"the drafter's context holds {rows.lengths} tokens, gets {have}, and the anchors stand at {starts}: "
                 "out of step"
             )
+        anchor = on_device([ids[-1] for ids in context.ids], device)
+        before = on_device([ids[-2:][0] for ids in context.ids], device)
+        if isinstance(rows, StaticSequences):
+            return self.block(self._static(rows, new, counts, anchor), anchor, before)
         rows.open(new.shape[1])
         for layer, pair in enumerate(self.project(new, rows.positions(device))):
             for kind, states in zip("kv", pair):
@@ -267,8 +291,6 @@ class DFlashDrafter(nn.Module):
         rows.commit(counts)
         contexts = [tuple(rows.read((kind, layer)) for kind in "kv") for layer in range(len(self.layers))]
         visible = None if rows.even else rows.held(device)[:, None]
-        anchor = torch.tensor([ids[-1] for ids in context.ids], device=device)
-        before = torch.tensor([ids[-2:][0] for ids in context.ids], device=device)
-        positions = torch.tensor(starts, device=device)
+        positions = on_device(starts, device)
         hidden = self(anchor[:, None], positions[:, None], contexts, visible)
         return self.block(hidden[:, 0], anchor, before)

@@ -18,14 +18,13 @@ KEPT = 16  # steps of a head; the one that was used longest ago goes
 
 
 def fits(head: CorrectionHead, block: Block, sampling: Sampling) -> bool:
-    """Can the fused step draft this block? Sampled drafts where whole rows are kept cannot: those of the reference,
-    which has the noise at hand, and of top-k and top-p."""
+    """Can the fused step draft this block, and does it pay? It saves launches, of which a CPU has none; top-k and top-p
+    need whole rows."""
     if head.weights() is None or head.top_c or block.hidden.shape[1] > MOST_SLOTS:
         return False
-    if sampling.greedy_draft:
-        return True
-    cut = sampling.top_k or sampling.top_p < 1
-    return not cut and kernels.backend(block.hidden, head.readout.weight) == "triton"
+    if not sampling.greedy_draft and (sampling.top_k or sampling.top_p < 1):
+        return False
+    return kernels.backend(block.hidden, head.readout.weight) == "triton"
 
 
 def fused(head: CorrectionHead, block: Block, passes: int | str, sampling: Sampling, noise: Noise | None) -> Draft:
@@ -48,6 +47,7 @@ def _step_of(head: CorrectionHead, block: Block, sampled: bool):
     made = head.__dict__.setdefault("_steps", {})  # left out of copies: see CorrectionHead
     weight, screen = head.readout.weight, None if sampled else head.screen
     where = weight.data_ptr(), weight.dtype, weight.device, block.hidden.dtype
+    # ids of objects, not of freed ones: the step that is kept holds both
     key = (
         len(block),
         block.num_draft,

@@ -13,20 +13,24 @@ from torch import Tensor, nn
 
 from xpress.linear import linear
 from xpress.sequences import Sequences
+from xpress.static import additive, packed_attention
 
-LOOPS = ("auto", "lean", "plain")
+LOOPS = ("auto", "lean", "plain", "static")
 KINDS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> its classes' name
 SIDE_BY_SIDE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def choose_loop(asked: str, model, name: str) -> str:
-    """-> "lean" or "plain". Raises ValueError for another setting, and where "lean" is asked for and cannot be had."""
+    """-> "lean" (what auto takes where it can be had), "plain" or "static". Raises ValueError for another setting, and
+    where "lean" or "static" is asked for and cannot be had."""
     if asked not in LOOPS:
         raise ValueError(f"target.loop={asked}: known are {', '.join(LOOPS)}")
     why = None if asked == "plain" else why_not(model)
-    if asked == "lean" and why:
-        raise ValueError(f"target.loop=lean: target {name} cannot run that way, {why}; give auto or plain")
-    return "plain" if asked == "plain" or why else "lean"
+    if asked in ("lean", "static") and why:
+        raise ValueError(f"target.loop={asked}: target {name} cannot run that way, {why}; give auto or plain")
+    if asked == "plain" or why:
+        return "plain"
+    return "lean" if asked == "auto" else asked
 
 
 def why_not(model) -> str | None:
@@ -65,6 +69,7 @@ def why_not(model) -> str | None:
 
 class LeanBody:
     """`LeanBody(model)(ids, sequences, layer_ids)` -> post-norm states [N,n,D], {layer id: its output [N,n,D]}.
+    sequences: Sequences with a step open, or a Window of static.py.
 
     For a model of which `why_not` says nothing. Making one lays the weights side by side where they do not lie so
     yet, and costs next to nothing where they do: make it anew wherever they may have moved.
@@ -80,16 +85,20 @@ class LeanBody:
         cos, sin = self.rotary(x, sequences.positions(ids.device))
         half = sin.shape[-1] // 2
         turn = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
-        causal, mask = False, None
-        if sequences.longest == 0:  # padding stands on the right, where nothing looks: no mask, faster kernels
-            causal = ids.shape[1] > 1
-        elif ids.shape[1] > 1 or not sequences.even:
-            mask = sequences.visible(ids.device)[: 1 if sequences.even else None, None]
+        causal, mask = sequences.mask(ids.device)
+        packed = mask is not None and (ids.is_cuda or sequences.fixed)
+        if packed:
+            mask = additive(mask, x.dtype, self.layers[0].heads // self.layers[0].kv)
         for i, layer in enumerate(self.layers):
-            x = layer(x, turn, mask, causal, i, sequences)
+            x = layer(x, turn, mask, causal, packed, i, sequences)
             if i in layer_ids:
                 captured[i] = x
         return _rms(self.norm, x), captured
+
+    def tensors(self) -> list[Tensor]:
+        """All that a pass reads of the model, fused weights once."""
+        found = [self.embedding.weight, self.norm.weight, self.rotary.inv_freq]
+        return found + [tensor for layer in self.layers for tensor in layer.tensors()]
 
 
 class _Layer:
@@ -105,20 +114,28 @@ class _Layer:
         self.scale, self.dim = a.scaling, a.head_dim
         self.heads, self.kv = a.q_proj.weight.shape[0] // self.dim, a.k_proj.weight.shape[0] // self.dim
 
-    def __call__(self, x: Tensor, turn, mask, causal: bool, index: int, sequences: Sequences) -> Tensor:
+    def tensors(self) -> list[Tensor]:
+        norms = [norm.weight for norm in (self.norm, self.post, self.q_norm, self.k_norm) if norm is not None]
+        return norms + [
+            t for t in (*self.qkv, *self.gate_up, *self.o.parameters(), *self.down.parameters()) if t is not None
+        ]
+
+    def __call__(self, x: Tensor, turn, mask, causal: bool, packed: bool, index: int, sequences: Sequences) -> Tensor:
         mixed = linear(_rms(self.norm, x), *self.qkv).unflatten(-1, (-1, self.dim))
         qk, v = mixed.split([self.heads + self.kv, self.kv], -2)
         if self.q_norm is not None:
             q, k = qk.split([self.heads, self.kv], -2)
             qk = torch.cat([_rms(self.q_norm, q), _rms(self.k_norm, k)], -2)
         q, k = _rotate(qk, *turn).split([self.heads, self.kv], -2)
-        k = sequences.write(("k", index), k).transpose(1, 2)
-        v = sequences.write(("v", index), v).transpose(1, 2)
-        gqa = self.heads != self.kv
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=gqa
-        )
-        x = x + linear(out.transpose(1, 2).flatten(2), self.o.weight, self.o.bias)
+        k, v = sequences.write(("k", index), k), sequences.write(("v", index), v)
+        if packed:
+            out = packed_attention(q, k, v, mask, self.scale)
+        else:
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            gqa = self.heads != self.kv
+            how = {"attn_mask": mask, "is_causal": causal, "scale": self.scale, "enable_gqa": gqa}
+            out = F.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2).flatten(2)
+        x = x + linear(out, self.o.weight, self.o.bias)
         gate, up = linear(_rms(self.post, x), *self.gate_up).chunk(2, -1)
         return x + linear(F.silu(gate) * up, self.down.weight, self.down.bias)
 

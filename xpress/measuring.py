@@ -81,7 +81,7 @@ def settle(raw: dict) -> dict:
         raw["bench"] = [name for name, entry in prompts.SETS.items() if entry.hub]
     if raw["metrics"] is not None:
         tables.chosen(listed(raw["metrics"]))
-    refuse_unknown("target", raw["target"], {"name", "loop"})
+    refuse_unknown("target", raw["target"], {"name", "loop", "graphs"})
     return raw
 
 

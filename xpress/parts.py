@@ -26,13 +26,14 @@ from xpress.heads import CorrectionHead
 from xpress.kernels import Screen
 from xpress.loss import Term
 from xpress.recipe import TrainSettings
+from xpress.static import SIZES
 from xpress.target import Target
 
 REPO = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
 SCREENS = {"full": None, "int8": 8, "int4": 4, "bf16": 16}
-TARGET_KEYS = {"name", "dtype", "revision", "device_map", "loop", "sizes"}
+TARGET_KEYS = {"name", "dtype", "revision", "device_map", "loop", "graphs", "sizes"}
 TERM_VALUES = {
     "rounds": "rounds",
     "anchor": "weight",
@@ -108,7 +109,7 @@ def make_target(section: dict, device: str, dtype: str | None = None) -> Target:
     place = _place(section)
     dtype = dtype or section.get("dtype") or "float32"
     options = section.get("revision"), section.get("device_map"), section.get("loop", "auto")
-    target = Target.from_pretrained(place, dtype, device, *options)
+    target = Target.from_pretrained(place, dtype, device, *options, section.get("graphs") or SIZES)
     target.name = section["name"]
     check_sizes("target", section.get("sizes"), section["name"], target.config)
     return target

@@ -129,30 +129,35 @@ class Noise:
 
     def _words(self, stream: int, slots: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """slots and ids broadcast to [...] -> two words [N,...]"""
-        if slots.numel() and int(slots.max()) >= MAX_SLOTS:
-            raise ValueError(f"blocks of more than {MAX_SLOTS} slots cannot be sampled")
         slots, ids = torch.broadcast_tensors(slots, ids)
         key, counter = self.address(stream, slots.device).view(-1, 2, *[1] * slots.dim()).unbind(1)
         return philox(key, ids[None], counter + slots[None])
+
+    @staticmethod
+    def _slots(num_slots: int, device) -> Tensor:
+        if num_slots > MAX_SLOTS:
+            raise ValueError(f"blocks of more than {MAX_SLOTS} slots cannot be sampled")
+        return torch.arange(num_slots, device=device)
 
     def address(self, stream: int = DRAFT, device=None) -> Tensor:
         """[N,2] int64 of a stream in this round, for code that computes the numbers where it uses them: the key word,
         and the counter word of slot 0. Word of (slot, id): philox(key, id, counter + slot)."""
         keys = [[_mix(seed, stream), self.round * MAX_SLOTS] for seed in self.seeds]
-        return torch.tensor(keys, dtype=torch.long, device=device).view(-1, 2)
+        # without waiting for the device
+        return torch.tensor(keys, dtype=torch.long).view(-1, 2).to(device or "cpu", non_blocking=True)
 
     def gumbel(self, num_slots: int, ids: Tensor) -> Tensor:
         """Γ [N,num_slots,len(ids)] in fp32, frozen for this round; ids are TARGET ids (int64).
 
         −log(−log u) with u on a grid of 2⁻²³, so the noise lies in [−2.82, 16.64]: beyond that the tail is cut.
         """
-        slots = torch.arange(num_slots, device=ids.device)[:, None]
+        slots = self._slots(num_slots, ids.device)[:, None]
         word, _ = self._words(DRAFT, slots, ids[None, :])
         return gumbel_of(word)
 
     def uniform(self, stream: int, num_slots: int, device=None) -> Tensor:
         """u [N,num_slots] in fp64, strictly between 0 and 1, one for each slot of this round."""
-        slots = torch.arange(num_slots, device=device)
+        slots = self._slots(num_slots, device)
         low, high = self._words(stream, slots, torch.zeros_like(slots))
         return ((low << 20) + (high >> 12)).double().add(0.5) * 2.0**-52
 

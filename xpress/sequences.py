@@ -12,8 +12,15 @@ from torch import Tensor
 SPARE = 64  # positions allocated beyond the need, so that short runs never grow
 
 
+def on_device(numbers, device) -> Tensor:
+    """A few whole numbers of the host as int64 on a device, without waiting for it."""
+    return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
+
+
 class Sequences:
     """lengths: committed tokens of each sequence, on the host. Opening a step fixes where its n new states go."""
+
+    fixed = False  # whether states lie in buffers of a fixed length
 
     def __init__(self, lengths: list[int]):
         self.lengths = list(lengths)
@@ -41,7 +48,7 @@ class Sequences:
         """[N,n]: where the open step's tokens stand."""
         found = self._positions.get(device)
         if found is None:
-            starts = torch.tensor(self.lengths, device=device)[:, None]
+            starts = on_device(self.lengths, device)[:, None]
             found = self._positions[device] = starts + torch.arange(self.new, device=device)
         return found
 
@@ -65,9 +72,17 @@ class Sequences:
         """[N,n,T] bool: token i of the open step sees what its own sequence holds up to and including itself."""
         return torch.arange(self.longest + self.new, device=device) <= self.positions(device)[..., None]
 
+    def mask(self, device) -> tuple[bool, Tensor | None]:
+        """(causal, mask [1 or N,1,n,T] bool or None): how the open step's tokens look at what `write` returned."""
+        if self.longest == 0:  # padding stands on the right, where nothing looks: no mask, faster kernels
+            return self.new > 1, None
+        if self.new == 1 and self.even:
+            return False, None
+        return False, self.visible(device)[: 1 if self.even else None, None]
+
     def held(self, device) -> Tensor:
         """[N,T] bool: what is committed, T the longest sequence's length."""
-        return torch.arange(self.longest, device=device) < torch.tensor(self.lengths, device=device)[:, None]
+        return torch.arange(self.longest, device=device) < on_device(self.lengths, device)[:, None]
 
     def read(self, name) -> Tensor:
         """Committed states [N,T,…], T the longest sequence's length."""
@@ -81,5 +96,5 @@ class Sequences:
     def select(self, rows: list[int]):
         """Keeps these sequences alone."""
         self.lengths = [self.lengths[r] for r in rows]
-        self._states = {name: states[rows] for name, states in self._states.items()}
+        self._states = {n: states.index_select(0, on_device(rows, states.device)) for n, states in self._states.items()}
         self.open(0)

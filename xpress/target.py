@@ -21,6 +21,7 @@ from xpress.lean import LeanBody, choose_loop
 from xpress.linear import linear
 from xpress.sampling import at_least_fp32
 from xpress.sequences import Sequences
+from xpress.static import SIZES, StaticSteps
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,14 @@ class Target:
     """A frozen causal LM. `embedding` and `lm_head` are the model's own modules.
 
     Decoding keeps N sequences: `prefill` opens them, `score` runs a block of each, `keep` commits a prefix of each.
-    loop: how decoding runs the layers: "lean" (lean.py), "plain" (transformers' modules), "auto" (lean where it can);
-    the attribute says which of the two it is, chosen anew by each prefill. Training always takes the modules.
-    Raises ValueError for attention that cannot be rolled back (sliding, chunked, linear, hybrid), and for loop="lean"
-    where that loop does not know the model.
+    loop: how decoding runs the layers: "lean" (lean.py), "static" (the same in buffers that never move, on a GPU as
+    CUDA graphs for batches of the sizes in `graphs`), "plain" (transformers' modules), "auto" (static on a GPU and lean
+    elsewhere, where it can); the attribute says which it is, chosen anew by each prefill. Training always takes the
+    modules. Raises ValueError for attention that cannot be rolled back (sliding, chunked, linear, hybrid), for
+    loop="lean" and "static" where that loop does not know the model, and for sizes that are no whole numbers from 1 up.
     """
 
-    def __init__(self, model, tokenizer=None, name: str = "", loop: str = "auto"):
+    def __init__(self, model, tokenizer=None, name: str = "", loop: str = "auto", graphs=SIZES):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -79,6 +81,8 @@ class Target:
         self._hooks: list = []
         self._captured: dict[int, Tensor] = {}
         self._asked, self._lean, self.loop = loop, None, choose_loop(loop, model, self.name)
+        self._steps, self._stacked = StaticSteps(graphs), None
+        self.graphs = self._steps.sizes
         self.cache = self.sequences = None
 
     @classmethod
@@ -90,6 +94,7 @@ class Target:
         revision=None,
         device_map=None,
         loop: str = "auto",
+        graphs=SIZES,
     ):
         """`name` is a local folder or a hub id; device_map spreads the layers over devices, as in transformers, where
         one does not hold them. Raises OSError naming `target` where neither can be read."""
@@ -102,7 +107,7 @@ class Target:
         except (OSError, ValueError) as error:
             known = "the folder has no readable model" if Path(name).is_dir() else "no such folder, and no hub access"
             raise OSError(f"target={name}: {known}. Give a local folder or a hub id (with network). {error}") from error
-        return cls(model if device_map else model.to(device), tokenizer, name=str(name), loop=loop)
+        return cls(model if device_map else model.to(device), tokenizer, str(name), loop, graphs)
 
     def _refuse_unsupported(self):
         kinds = set(getattr(self.config, "layer_types", None) or ())
@@ -140,7 +145,10 @@ class Target:
         if not prompts or not all(prompts):
             raise ValueError("a prompt is empty; a sequence needs at least one token")
         self._choose(layer_ids)
-        self.sequences = Sequences([0] * len(prompts))
+        if self.loop == "static":
+            self.sequences = self._steps.open(self._lean, self.lm_head, len(prompts))
+        else:
+            self.sequences = Sequences([0] * len(prompts))
         self.cache = Cache(layers=[_Layer(self.sequences, i) for i in range(self.num_layers)])
         lengths = [len(prompt) for prompt in prompts]
         ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
@@ -151,8 +159,14 @@ class Target:
         return self.lm_head(last[torch.arange(len(prompts), device=last.device), ends]), self.keep(lengths)
 
     def score(self, anchor: Tensor, draft: Tensor) -> Tensor:
-        """anchor [N], draft ids [N,G] -> logits [N,G+1,V]; row k − 1 judges draft token k, row G the token after."""
-        last = self._run(torch.cat([anchor[:, None], draft], 1))
+        """anchor [N], draft ids [N,G] -> logits [N,G+1,V]; row k − 1 judges draft token k, row G the token after.
+
+        The static loop's logits on a GPU, and what `keep` then returns, are valid until the next call."""
+        ids = torch.cat([anchor[:, None], draft], 1)
+        if self.loop == "static":
+            scores, self._stacked = self._steps(ids, self.sequences, self._layer_ids)
+            return scores
+        last = self._run(ids)
         return linear(last, self.lm_head.weight, self.lm_head.bias) if self._lean else self.lm_head(last)
 
     def keep(self, counts: list[int]) -> Tensor | None:
@@ -168,6 +182,7 @@ class Target:
     def _run(self, ids: Tensor) -> Tensor:
         rows = self.sequences
         rows.open(ids.shape[1])
+        self._stacked = None
         if self._lean:
             last, self._captured = self._lean(ids, rows, self._layer_ids)
             return last
@@ -180,7 +195,7 @@ class Target:
         """The loop of the sequences that open. Weights may have moved since the last ones, or modules been changed."""
         self.capture(layer_ids, by_hook=self._asked == "plain")  # our own hooks are no reason against the lean loop
         self.loop = choose_loop(self._asked, self.model, self.name)
-        self._lean = LeanBody(self.model) if self.loop == "lean" else None
+        self._lean = None if self.loop == "plain" else LeanBody(self.model)
         self.capture(layer_ids, by_hook=self._lean is None)
 
     def _mask(self) -> Tensor:
@@ -204,6 +219,7 @@ class Target:
         document borders. (With its default cache it would mix them silently, hence use_cache=False.)
         """
         self.capture(layer_ids)
+        self._stacked = None
         last = self.body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         return Features(self._features(), last)
 
@@ -240,9 +256,10 @@ class Target:
         return hook
 
     def _features(self) -> Tensor:
-        return torch.cat(
-            [self._captured[l].to(self.device) for l in self._layer_ids], -1
-        )  # a device_map spreads layers
+        if self._stacked is not None:
+            return self._stacked
+        # a device_map spreads layers
+        return torch.cat([self._captured[l].to(self.device) for l in self._layer_ids], -1)
 
     def fingerprint(self) -> str:
         """sha256 over names, shapes and a strided sample of every weight in bf16: the same for any load dtype."""

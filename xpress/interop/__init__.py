@@ -47,6 +47,7 @@ def load(
     say: Callable[[str], None] | None = _say,
 ) -> Checkpoint:
     """Read a checkpoint of any format and bind it to `target`. `say` (stderr) is told which format it is, unless ours.
+    The drafter comes frozen, as decoding in static buffers needs it; training asks for its gradients by itself.
 
     path: a folder, a training run's folder, a research file or a hub id; drafter: for a research file, the folder of
     the dFlash drafter that it started from. Raises FileNotFoundError for a missing or partial folder, ValueError for a
@@ -57,7 +58,7 @@ def load(
     if weights.format != ours.NAME and say is not None:
         say("; ".join([f"{path}: {FORMATS[weights.format].ABOUT}", *weights.notes]))
     config = weights.config
-    body = DFlashDrafter(config).to(device=device, dtype=dtype).eval()
+    body = DFlashDrafter(config).to(device=device, dtype=dtype).eval().requires_grad_(False)
     state = {name: t for name, t in weights.tensors.items() if not name.startswith(("head.", "confidence."))}
     state["fc.weight"] = checkpoint.scaled(state["fc.weight"], config.feature_scale, -1.0)
     body.load_state_dict(state)

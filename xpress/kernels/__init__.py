@@ -11,11 +11,10 @@ from xpress.kernels.dispatch import (
     use,
 )
 from xpress.kernels.graphs import Graphs
-from xpress.kernels.readout_argmax import UNSET, pack, unpack, values
 from xpress.kernels.readout_sample import Drawn
 from xpress.kernels.refiner_latent import Folded
-from xpress.kernels.screen import Screen
-from xpress.kernels.screening import Screened
+from xpress.kernels.rows import UNSET, pack, unpack, values
+from xpress.kernels.screen import Screen, Screened
 from xpress.kernels.step import Refined, RefineStep
 from xpress.kernels.top_c import TopC, top_c
 

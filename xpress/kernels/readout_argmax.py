@@ -5,9 +5,6 @@ compared in fp64 by the reference where the ids are in order); the lowest origin
 wins, not even against −inf. In a row of NaN only no id wins: it gets the lowest original id, and `values(keys)` is NaN
 there and nowhere else.
 
-A row's answer is one int64 key, so that maxima of tiles combine by an integer maximum and the next kernel reads one
-number: high word the fp32 value as an integer of the same order (NaN −2³¹, below −inf), low word 2³¹ − 1 − id.
-
 Rounding: two ways of summing z·w differ by at most 2γ·Σ|z_r·w_r| with γ = (R + 2)u/(1 − (R + 2)u), u = 2⁻²⁴, plus
 u·|ℓ| of the final sum. Two implementations may name different ids only where both logits lie within that.
 
@@ -24,109 +21,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from xpress.sampling import argmax
+from xpress.kernels.rows import RUN, UNSET, Rows, best_keys, pack, unpack
 
-UNSET = -(2**63)  # a key that no row has: below all, names the impossible id 2³¹ − 1
-_LAST_ID, _NAN = 2**31 - 1, -(2**31)
+SMALL = 2**17  # logits that are not worth taking the maxima of runs first
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def pack(values: Tensor, ids: Tensor) -> Tensor:
-    """Values (read as fp32) and ids (int64, below 2³¹) -> keys, any shape."""
-    values = values.float()
-    bits = values.where(values != 0, values.new_zeros(())).view(torch.int32).long()
-    order = torch.where(values.isnan(), _NAN, bits ^ ((bits >> 31) & _LAST_ID))
-    return (order << 32) | (_LAST_ID - ids)
-
-
-def unpack(keys: Tensor) -> Tensor:
-    """Keys -> ids (int64)."""
-    return _LAST_ID - (keys & _LAST_ID)
-
-
-def values(keys: Tensor) -> Tensor:
-    """Keys -> the winning logits (fp32), NaN where the row held nothing but NaN."""
-    order = keys >> 32
-    bits = (order ^ ((order >> 31) & _LAST_ID)).int().view(torch.float32)
-    return bits.masked_fill(order == _NAN, float("nan"))
-
-
-class Rows:
-    """The checked arguments of a readout as blocks: base [N,G,V], latent [N,G,R]; two dimensions are one block."""
-
-    def __init__(self, base, latent, weight, ids, first_row, active, keys):
-        if base.dim() == 2:
-            base, latent = base[None], latent[None]
-            keys = None if keys is None else keys[None]
-        want = (*base.shape[:2], *weight.shape[1:]), (*base.shape[:2], *weight.shape[:1])
-        if base.dim() != 3 or (latent.shape, base.shape) != want:
-            raise ValueError(
-                f"base {tuple(base.shape)}, latent {tuple(latent.shape)}, weight {tuple(weight.shape)}: "
-                "want [N,G,V], [N,G,R] and [V,R]"
-            )
-        N, G, V = base.shape
-        if not 0 < V < 2**31:
-            raise ValueError(f"a vocabulary of {V} ids: ids must fit 31 bits and there must be one")
-        if ids is not None and (ids.shape != (V,) or ids.dtype != torch.long):
-            raise ValueError(f"ids {tuple(ids.shape)} {ids.dtype}: want one int64 original id for each of {V} rows")
-        if not 0 <= first_row <= G:
-            raise ValueError(f"first_row={first_row}: rows run from 0 to {G}")
-        if keys is None and (first_row or active is not None):
-            raise ValueError("rows can be left out only with keys=: they keep the token that stands there")
-        if keys is not None and (keys.shape != (N, G) or keys.dtype != torch.long or not keys.is_contiguous()):
-            raise ValueError(f"keys {tuple(keys.shape)} {keys.dtype}: want contiguous int64 [{N},{G}]")
-        if active is not None and active.shape != (N,):
-            raise ValueError(f"active {tuple(active.shape)}: want one flag for each of {N} blocks")
-        self.base, self.latent, self.weight, self.ids = base, latent, weight, ids
-        self.first, self.active = first_row, active
-        self.N, self.G, self.V, self.R = N, G, V, weight.shape[1]
-        self.keys = base.new_full((N, G), UNSET, dtype=torch.long) if keys is None else keys
-
-    def chunk(self, count: int) -> int:
-        """Ids of one chunk, for so many rows."""
-        return min(self.V, max(256, 2**19 // max(self.R, count, 128)))
-
-    def chunks(self, only=None):
-        """Yields (first id, ℓ [n,G−first,·]) of the open blocks, each in the memory of the last: a chunk stays in the
-        cache, and nothing is allocated on the way. only: numbers of the chunks that are wanted, by the same calls as if
-        all were, so that their sums are the same to the bit."""
-        open_, weight = self.open(), self.weight
-        dtype = torch.promote_types(torch.promote_types(self.base.dtype, weight.dtype), torch.float32)
-        dtype = torch.promote_types(dtype, self.latent.dtype)
-        latent = self.latent[open_, self.first :].to(dtype)
-        shape, latent = latent.shape[:2], latent.flatten(0, 1)
-        size = self.chunk(len(latent))
-        memory = latent.new_empty(len(latent) * size)
-        wide = None if weight.dtype == dtype else weight.new_empty(size, self.R, dtype=dtype)
-        for start in range(0, self.V, size):
-            if only is not None and start // size not in only:
-                continue
-            part = weight[start : start + size]
-            part = part if wide is None else wide[: len(part)].copy_(part)
-            logits = memory[: len(latent) * len(part)].view(len(latent), len(part))
-            torch.mm(latent, part.T, out=logits)
-            logits = logits.view(*shape, len(part))
-            yield start, logits.add_(self.base[open_, self.first :, start : start + size])
-
-    def open(self):
-        """Index of the blocks that are still open."""
-        return slice(None) if self.active is None else self.active.bool()
-
-    def names(self, start: int, stop: int) -> Tensor:
-        """Original ids of kernel rows."""
-        return torch.arange(start, stop, device=self.base.device) if self.ids is None else self.ids[start:stop]
-
-
-def best_keys(logits: Tensor, names: Tensor) -> Tensor:
-    """ℓ [...,V], original ids [V] -> keys [...] by the rule, with no care for speed."""
-    bad = logits.isnan()
-    top = logits.masked_fill(bad, float("-inf")).amax(-1, keepdim=True)
-    wins = (logits == top) | bad.all(-1, keepdim=True)  # −inf may be the maximum: NaN is not equal to it
-    ids = names.where(wins, _LAST_ID).amin(-1)
-    return pack(top[..., 0].masked_fill(bad.all(-1), float("nan")), ids)
-
-
-@torch.no_grad()
 def readout_argmax_ref(
     base: Tensor,
     latent: Tensor,
@@ -149,8 +49,7 @@ def readout_argmax_ref(
     `tile` matter to the kernel alone. Raises ValueError for shapes that do not fit.
     """
     rows = Rows(base, latent, weight, ids, first_row, active, keys)
-    ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
-    top, found = _quick(rows) if ascending and not base.is_cuda else (None, None)
+    top, found = _quick(rows) if rows.ascending() and not base.is_cuda else (None, None)
     if found is None:
         _put(rows, _careful(rows))
     elif keys is None and not packed:
@@ -163,17 +62,38 @@ def readout_argmax_ref(
 def _quick(rows: Rows) -> tuple[Tensor, Tensor | None]:
     """Best values and ids of the open rows, the rows of the readout being in order of ids; no ids if there is NaN."""
     tops, places = [], []
-    for start, logits in rows.chunks():
-        top, place = logits.max(-1)  # on the CPU the first of equal values, and NaN where there is one
-        tops.append(top)
-        places.append(place + start if start else place)
+    for start, logits in rows.runs():
+        cut = logits.shape[-1] % RUN if logits.numel() > SMALL and logits.shape[-1] > RUN else 0
+        for part in (logits[..., :-cut], logits[..., -cut:]) if cut else (logits,):
+            top, place = _best(part)
+            tops.append(top)
+            places.append(place + start if start else place)
+            start += part.shape[-1]
     if len(tops) > 1:
-        tops, places = torch.stack(tops, -1), torch.stack(places, -1)
-        chunk = argmax(tops)[..., None]
-        top, place = tops.gather(-1, chunk)[..., 0], places.gather(-1, chunk)[..., 0]
-    if top.isnan().any():
+        tops, places = torch.stack(tops), torch.stack(places)
+        part = tops.argmax(0, keepdim=True)
+        top, place = tops.gather(0, part)[0], places.gather(0, part)[0]
+    if any(value != value for row in top.tolist() for value in row):
         return top, None
     return top, place if rows.ids is None else rows.ids[place]
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """ℓ as `Rows.runs` gives it, few or whole RUNs -> the largest [n,g], or NaN where there is one, its first place.
+
+    max and argmax promise both on the CPU, but are scalar code: many logits are first reduced to the maxima of runs.
+    """
+    *k, n, g, c = logits.shape
+    if logits.numel() <= SMALL or c % RUN:
+        top, place = logits.max(-1)
+        if k:
+            top, run = top.max(0)
+            place = place.gather(0, run[None])[0].add_(run, alpha=c)
+        return top, place
+    parts = logits.view(*k, n * g, c) if k else logits.flatten(0, 1).unflatten(-1, (-1, RUN))
+    run, row = parts.amax(-1).argmax(0 if k else 1), torch.arange(n * g)
+    top, place = parts[(run, row) if k else (row, run)].max(-1)
+    return top.view(n, g), place.add_(run, alpha=RUN).view(n, g)
 
 
 def _careful(rows: Rows) -> Tensor:
@@ -184,10 +104,7 @@ def _careful(rows: Rows) -> Tensor:
 
 def _put(rows: Rows, keys: Tensor):
     """Packed answers of the open rows into rows.keys."""
-    if rows.active is None:
-        rows.keys[:, rows.first :] = keys
-    else:
-        rows.keys[:, rows.first :] = rows.keys[:, rows.first :].index_put((rows.active.bool(),), keys)
+    rows.keys[rows.open(), rows.first :] = keys
 
 
 def _answer(rows: Rows, dims: int, packed: bool) -> Tensor:

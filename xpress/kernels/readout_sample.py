@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xpress.kernels.readout_argmax import UNSET, Rows, best_keys, launch, on_device, unpack
-from xpress.sampling import MAX_SLOTS, gumbel_of, philox
+from xpress.kernels.readout_argmax import launch, on_device
+from xpress.kernels.rows import UNSET, Rows, best_keys, pack, unpack
+from xpress.sampling import MAX_SLOTS, argmax, gumbel_of, philox
 
 
 class Drawn(NamedTuple):
@@ -70,20 +71,30 @@ def readout_sample_ref(
     rows, (keys, logit, lse) = _checked(base, latent, weight, ids, address, temperature, first_row, active, state)
     open_, slots = rows.open(), torch.arange(first_row, rows.G, device=base.device)
     key, high = address[open_, 0, None, None], address[open_, 1, None, None] + slots[:, None]
-    best, chosen, total = keys[open_, first_row:].fill_(UNSET), None, None
+    best, chosen, total = torch.full_like(keys[open_, first_row:], UNSET), None, None
+    ascending = rows.ascending()
     for start, logits in rows.chunks():
         logits = logits / temperature
         names = rows.names(start, start + logits.shape[-1])
         noise = gumbel_of(philox(key, names, high)[0])
-        perturbed = logits + noise
-        found = best_keys(perturbed, names)
-        at = (names == unpack(found)[..., None]).int().argmax(-1, keepdim=True)
+        found, at = _best(logits + noise, names, ascending)
         value, more = logits.gather(-1, at)[..., 0], logits.logsumexp(-1)
         chosen = value if chosen is None else torch.where(found > best, value, chosen)
         best, total = torch.maximum(best, found), more if total is None else torch.logaddexp(total, more)
     for out, new in zip((keys, logit, lse), (best, chosen, total)):
         out[open_, first_row:] = new.to(out.dtype)
     return Drawn(keys if packed else unpack(keys), logit, lse)
+
+
+def _best(perturbed: Tensor, names: Tensor, ascending: bool) -> tuple[Tensor, Tensor]:
+    """ℓ/T + Γ [...,V] -> the best key of each row and its place [...,1]. Only winners are packed where that is safe."""
+    if ascending and not perturbed.is_cuda:
+        at = argmax(perturbed)[..., None]
+        top = perturbed.gather(-1, at)[..., 0]
+        if not top.isnan().any():
+            return pack(top, names[at[..., 0]]), at
+    found = best_keys(perturbed, names)
+    return found, (names == unpack(found)[..., None]).int().argmax(-1, keepdim=True)
 
 
 def readout_sample(

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpress.kernels.readout_argmax import UNSET, on_device, unpack
+from xpress.kernels.readout_argmax import on_device
+from xpress.kernels.rows import UNSET, unpack
 from xpress.sampling import at_least_fp32
 
 
@@ -64,23 +65,27 @@ def refiner_latent_ref(
     """
     out = _checked(constant, folded, draft, num_known, first_row, active, out, packed, next_keys, passes)
     ids = unpack(draft) if packed else draft
-    open_ = torch.ones(len(draft), dtype=torch.bool, device=draft.device) if active is None else active.bool()
+    open_ = slice(None)  # copies nothing
+    if active is not None:
+        some = active.bool()
+        if next_keys is not None:
+            some &= (ids != unpack(next_keys)).any(1)
+            active.copy_(some)
+        if not some.all():
+            open_ = some
+            ids, constant = ids[open_], constant[open_]
     if next_keys is not None:
-        if active is not None:
-            open_ = open_ & (ids != unpack(next_keys)).any(1)
-            active.copy_(open_)
-        fresh = torch.cat([draft[:, :first_row], torch.full_like(draft[:, first_row:], UNSET)], 1)
-        next_keys.copy_(torch.where(open_[:, None], fresh, next_keys))
+        next_keys[open_, :first_row] = draft[open_, :first_row]
+        next_keys[open_, first_row:] = UNSET
     if passes is not None:
-        passes += open_.to(passes.dtype)
+        passes[open_] += 1
     table, mix, gate, up, down = folded
     G, first = draft.shape[1], num_known - 1
-    ids, constant = (ids, constant) if bool(open_.all()) else (ids[open_], constant[open_])
     e = at_least_fp32(F.embedding(ids[:, : G - 1], table))  # the last token is before no slot that is read out
     u = at_least_fp32(constant[:, first + first_row : first + G])
     if mix is not None:
         m = at_least_fp32(mix[:, first + first_row : first + G, num_known : first + G])
-        u = u + torch.einsum("rkj,njr->nkr", m, e)
+        u = u + (m.permute(1, 2, 0) * e[:, None]).sum(2)  # channels lie next to each other: einsum would copy m
     else:
         u = u + F.pad(e, (0, 0, 1, 0))[:, first_row:]
     z = u
@@ -88,7 +93,7 @@ def refiner_latent_ref(
         x = at_least_fp32(u.to(gate.dtype))
         hidden = F.silu(F.linear(x, at_least_fp32(gate))) * F.linear(x, at_least_fp32(up))
         z = u + F.linear(at_least_fp32(hidden.to(gate.dtype)), at_least_fp32(down))
-    out[:, first_row:] = out[:, first_row:].index_put((open_,), z.to(out.dtype))
+    out[open_, first_row:] = z.to(out.dtype)
     return out
 
 

@@ -198,3 +198,19 @@ def fp32_sums() -> bool:
     left[:, 0] = 256
     right = torch.ones(7, 256, dtype=torch.bfloat16)
     return all(bool((torch.mm(left, right[:n].t()) == 512).all()) for n in (1, 7))  # 511, rounded
+
+
+@dataclass
+class Screened:
+    """What screening did, summed over calls. rows; bytes_read of copy and readout (base logits are read in any case);
+    ids_rechecked, computed from the readout itself: (row, id) pairs on a CPU, the lines of whole tiles on a GPU; tiles
+    of the copy, and of those tiles_skipped; full_rows, which had no finite bound, and close_rows, decided by the full
+    readout's own chunks (both on a CPU only)."""
+
+    rows: int = 0
+    bytes_read: int = 0
+    ids_rechecked: int = 0
+    tiles: int = 0
+    tiles_skipped: int = 0
+    full_rows: int = 0
+    close_rows: int = 0

@@ -35,35 +35,19 @@ the base logits. Draws skip nothing: noise spreads wider than that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from xpress.kernels.readout_argmax import UNSET, Rows, _answer, _put, best_keys, launch, on_device, pack
-from xpress.kernels.screen import KAPPA, KAPPA_NOISE, NOISE, Query, Screen, gamma
+from xpress.kernels.readout_argmax import _answer, _put, launch, on_device
+from xpress.kernels.rows import UNSET, Rows, best_keys, pack
+from xpress.kernels.screen import KAPPA, KAPPA_NOISE, NOISE, Query, Screen, Screened, gamma
 from xpress.sampling import gumbel_of, philox
 
 TILE, GRAIN, CHUNK = 64, 512, 8192  # ids under one bound; read or skipped together; whose products stay in the cache
 MEMORY = 2**23  # numbers of l̂ that are held at a time, unless one block has more
 _INF = float("inf")
-
-
-@dataclass
-class Screened:
-    """What screening did, summed over calls. rows; bytes_read of copy and readout (base logits are read in any case);
-    ids_rechecked, computed from the readout itself: (row, id) pairs on a CPU, the lines of whole tiles on a GPU; tiles
-    of the copy, and of those tiles_skipped; full_rows, which had no finite bound, and close_rows, decided by the full
-    readout's own chunks (both on a CPU only)."""
-
-    rows: int = 0
-    bytes_read: int = 0
-    ids_rechecked: int = 0
-    tiles: int = 0
-    tiles_skipped: int = 0
-    full_rows: int = 0
-    close_rows: int = 0
 
 
 class Draw(NamedTuple):
@@ -249,17 +233,19 @@ def _decide(rows: Rows, z: Tensor, row: Tensor, place: Tensor, base: Tensor, dra
     left = value + slack >= floor[row]
     close = left & (torch.bincount(row[left], minlength=len(z)) > 1)[row]
     value = value.float()
-    size, touched = rows.chunk(len(z)), set()
+    reread = 0
     if close.any():
-        touched = set((place[close] // size).tolist())
-        for start, logits in rows.chunks(only=touched):
-            mine = (close & (place // size == start // size)).nonzero()[:, 0]
-            logits = _compared(rows, start, logits, draw).flatten(0, 1)
-            value[mine] = logits[row[mine], place[mine] - start].float()
+        for start, logits in rows.chunks(only=place[close].unique().tolist()):
+            stop = start + logits.shape[-1]
+            reread += stop - start
+            mine = (close & (place >= start) & (place < stop)).nonzero()[:, 0]
+            if len(mine):
+                logits = _compared(rows, start, logits, draw).flatten(0, 1)
+                value[mine] = logits[row[mine], place[mine] - start].float()
     if stats is not None:
         stats.ids_rechecked += len(row)
         stats.close_rows += int(row[close].unique().numel())
-        stats.bytes_read += (len(row) + size * len(touched)) * rows.R * weight.element_size()
+        stats.bytes_read += (len(row) + reread) * rows.R * weight.element_size()
     keys = pack(value, rows.names(0, rows.V)[place])
     return keys.new_full((len(z),), UNSET).scatter_reduce_(0, row[left], keys[left], "amax")
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from xpress.kernels.dispatch import fewest_columns, readout_argmax, readout_sample, refiner_latent, screened_argmax
-from xpress.kernels.readout_argmax import UNSET, unpack
 from xpress.kernels.refiner_latent import Folded, scratch_for
+from xpress.kernels.rows import UNSET, unpack
 from xpress.kernels.screen import Screen
 
 
