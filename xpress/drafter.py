@@ -200,8 +200,9 @@ class DFlashDrafter(nn.Module):
         if self.draft_ids is None and weight.device == device:
             return weight
         if self._lm_rows is None or self._lm_rows.device != device:
-            rows = weight.detach() if self.draft_ids is None else weight.detach()[self.draft_ids.to(weight.device)]
-            self._lm_rows = rows.to(device)
+            with torch.inference_mode(False):  # rows first read while decoding serve training too
+                rows = weight.detach() if self.draft_ids is None else weight.detach()[self.draft_ids.to(weight.device)]
+                self._lm_rows = rows.to(device)
         return self._lm_rows
 
     def readout(self, hidden: Tensor) -> Tensor:
