@@ -21,13 +21,12 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import measure
 import torch
 import yaml
 
@@ -169,16 +168,8 @@ def speeds(
 
 def engine(python: str, model: str, prompts, tokens: int, dtype: str, threads: int) -> dict:
     """vLLM's plain autoregression. Raises OSError with the end of what it said where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        request, answer = Path(folder, "request.json"), Path(folder, "answer.json")
-        asked = {"model": model, "prompts": prompts, "tokens": tokens, "dtype": dtype, "threads": threads}
-        request.write_text(json.dumps(asked))
-        command = [python, str(Path(__file__).with_name("engine_worker.py")), str(request), str(answer)]
-        clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        done = subprocess.run(command, capture_output=True, text=True, env=clean)
-        if done.returncode or not answer.exists():
-            raise OSError(f"--engine-python {python}: {' '.join((done.stderr or done.stdout).splitlines()[-3:])}")
-        found = json.loads(answer.read_text())
+    asked = {"model": model, "prompts": prompts, "tokens": tokens, "dtype": dtype, "threads": threads}
+    found = measure.ask_engine(python, asked | {"ask": "seconds"})
     return {
         "method": f"ar, vLLM {found['version']}",
         "tokens_per_second": 1 / statistics.mean(found["per_token"]),

@@ -6,11 +6,15 @@ Torch is loaded by the functions that need it, so that a bad argument is told be
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
 import platform
 import random
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -152,3 +156,22 @@ def show(columns: list[str], rows: list[list[str]]):
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     for row in (columns, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def ask_engine(python: str, request: dict, echo: bool = False) -> dict:
+    """engine_worker.py's answer from an interpreter that has vLLM; echo: let its progress through to stderr. Raises
+    OSError with the end of what it said where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer = Path(folder, "request.json"), Path(folder, "answer.json")
+        asked.write_text(json.dumps(request))
+        command = [python, str(Path(__file__).with_name("engine_worker.py")), str(asked), str(answer)]
+        clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean) as done:
+            said = []
+            for line in done.stdout:
+                said = [*said[-2:], line.strip()]
+                if echo and "prompts" in line:
+                    print(line, end="", file=sys.stderr, flush=True)
+        if done.returncode or not answer.exists():
+            raise OSError(f"--engine-python {python}: {' '.join(said)}")
+        return json.loads(answer.read_text())

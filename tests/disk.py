@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import stat
+import sys
 from pathlib import Path
 
 import torch
@@ -104,3 +106,11 @@ def published_drafter(folder: Path, target, block_size=4, mask_token_id=None, dt
     sizes = ours.hidden_size, ours.intermediate_size, ours.num_attention_heads, ours.num_key_value_heads, dim
     save_file(published_tensors(*sizes, 2, 2, dtype=dtype), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def fake_engine(folder: Path, body: str) -> str:
+    """A program that is called as the interpreter of a serving engine is."""
+    path = folder / "python"
+    path.write_text(f"#!{sys.executable}\nimport json, sys\nrequest, answer = sys.argv[2:]\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)

@@ -1,12 +1,12 @@
 """The decoding benchmark on toy sizes: imposed acceptance is what was stated, and what is lacking is said."""
 
 import json
-import stat
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from disk import fake_engine
 from toys import make_drafter, make_head, make_target
 
 from xpress.evaluate import Method
@@ -59,18 +59,10 @@ def test_random_weights_have_the_sizes_of_the_settings():
     assert decode_speed.random_parts(target, "smollm2_135m", 5)[0].config.block_size == 5
 
 
-def fake_engine(folder: Path, body: str) -> str:
-    """A program that is called as an interpreter is."""
-    path = folder / "python"
-    path.write_text(f"#!{sys.executable}\nimport json, sys\nrequest, answer = sys.argv[2:]\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
-
-
 def test_an_engine_is_asked_for_the_same_prompts_and_one_that_fails_says_why(tmp_path):
     echo = 'asked = json.load(open(request)); json.dump({"per_token": [0.1, 0.3], "version": asked}, open(answer, "w"))'
     row = decode_speed.engine(fake_engine(tmp_path, echo), "folder", PROMPTS, 12, "bfloat16", 1)
-    asked = {"model": "folder", "prompts": PROMPTS, "tokens": 12, "dtype": "bfloat16", "threads": 1}
+    asked = {"model": "folder", "prompts": PROMPTS, "tokens": 12, "dtype": "bfloat16", "threads": 1, "ask": "seconds"}
     assert row["method"] == f"ar, vLLM {asked}" and row["tokens_per_second"] == pytest.approx(5)
     with pytest.raises(OSError, match="--engine-python .*no such model"):
         decode_speed.engine(fake_engine(tmp_path, 'sys.exit("no such model")'), "folder", PROMPTS, 12, "bfloat16", 1)

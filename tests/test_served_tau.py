@@ -1,0 +1,97 @@
+"""The comparison with a serving engine, on an engine that reads the written folder with our own loop."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from disk import fake_engine, save_model
+from toys import make_drafter, make_head
+
+from xpress import checkpoint
+from xpress.target import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import served_tau  # noqa: E402
+
+ENGINE = f"""
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from xpress import generate, load
+from xpress.prompts import stop_ids
+from xpress.target import Target
+asked = json.load(open(request))
+assert asked["ask"] == "rounds" and asked["speculative"]["method"] == "dflash"
+target = Target.from_pretrained(asked["model"], asked["dtype"])
+found = load(asked["speculative"]["model"], target)
+assert found.head is None and found.format == "zlab"
+answers = []
+for ids in asked["prompts"]:
+    stops = stop_ids(target.tokenizer, target.model)
+    made = generate(target, ids, found.drafter, max_new_tokens=asked["tokens"], stop_ids=stops)
+    answers.append({{"ids": made.ids, "rounds": [len(step.tokens) for step in made.rounds]}})
+CHANGE
+json.dump({{"answers": answers, "counters": {{"drafts": 10, "accepted_tokens": 5}}, "version": "0"}}, open(answer, "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint with a head and a target, on disk."""
+    home = tmp_path_factory.mktemp("served")
+    target = Target.from_pretrained(str(save_model(home / "target")))
+    drafter = make_drafter(target)
+    provenance = {"target": {"name": str(home / "target"), "fingerprint": target.fingerprint()}}
+    checkpoint.save(home / "made", drafter, make_head("refiner", drafter), provenance)
+    return home / "made"
+
+
+def run(trained, tmp_path, change: str, *more) -> int:
+    python = fake_engine(tmp_path, ENGINE.replace("CHANGE", change))
+    how = ["--checkpoint", str(trained), "--engine-python", python, "--samples", "3", "--tokens", "9", "--threads", "1"]
+    return served_tau.main([*how, *more])
+
+
+def test_an_engine_that_reads_the_written_folder_as_we_do_has_our_tau(trained, tmp_path, capsys):
+    assert run(trained, tmp_path, "", "--json", str(tmp_path / "out.json")) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found == json.loads((tmp_path / "out.json").read_text())
+    assert found["prompts"] == found["equal"] == found["equal_rounds"] == 3
+    assert found["ours"] == found["engine"] >= 1 and found["counted"] == 1.5
+
+
+def test_other_rounds_fail_and_other_answers_are_not_compared(trained, tmp_path, capsys):
+    wide = "for made in answers: made['rounds'] = [n + 1 for n in made['rounds']]"
+    assert run(trained, tmp_path, wide) == 1
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["engine"] == pytest.approx(found["ours"] + 1) and found["equal_rounds"] == 0
+    assert run(trained, tmp_path, "answers[0]['ids'][-1] += 1; answers[0]['rounds'] = [9, 9]") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] == 2
+    assert run(trained, tmp_path, "for made in answers: made['ids'] = []") == 1
+    assert "nothing is compared" in capsys.readouterr().err
+
+
+def test_last_rounds_do_not_count():
+    assert served_tau.tau([{"rounds": [3, 1, 9]}, {"rounds": [2, 9]}, {"rounds": []}]) == 2
+    assert served_tau.tau([{"rounds": [4]}]) is None
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ("--engine-python nowhere", "no such program"),
+        (f"--engine-python {sys.executable} --samples 0", "at least 1"),
+        (f"--engine-python {sys.executable} --tokens 2", "at least 3"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, capsys):
+    with pytest.raises(SystemExit):
+        served_tau.read_arguments(["--checkpoint", "x", *arguments.split()])
+    assert error in capsys.readouterr().err
+
+
+def test_an_engine_that_fails_says_why(trained, tmp_path):
+    with pytest.raises(SystemExit, match="no room here"):
+        run(trained, tmp_path, "sys.exit('no room here')")
