@@ -104,7 +104,7 @@ def api(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if not name.startswith("research")])
 def test_every_published_layout_is_published_as_it_is(name, target, tmp_path):
-    MAKERS[name](tmp_path / "theirs", target)
+    MAKERS[name][1](tmp_path / "theirs", target)
     folder = push_to_hub(tmp_path / "theirs", ID, folder=tmp_path / "out", target=target, base_model="lab/target")
     a, b = interop.read(tmp_path / "theirs", target), interop.read(folder, target)
     assert a.format == b.format and set(a.tensors) == set(b.tensors)
@@ -261,7 +261,7 @@ def test_nothing_is_written_over_a_folder(target, tmp_path):
 
 
 def test_a_research_file_needs_a_format(target, tmp_path):
-    MAKERS["research-xpress"](tmp_path / "theirs", target)
+    MAKERS["research-xpress"][1](tmp_path / "theirs", target)
     with pytest.raises(ValueError, match="read, not written; give format="):
         push_to_hub(tmp_path / "theirs", ID, folder=tmp_path / "out", target=target)
 

@@ -35,8 +35,8 @@ def measured(result: dict, sha256: str, headless: bool = False) -> list[dict]:
     if sha256 not in hashes:
         theirs = ", ".join(f"{name} (hash {str(own)[:16]})" for name, own in zip(names, hashes))
         raise ValueError(
-            f"results: it measured {theirs}, but this checkpoint's weights have hash {sha256[:16]}; give the checkpoint "
-            "that was measured (format= converts it), or measure this one"
+            f"results: it measured {theirs}, but this checkpoint's weights have hash {sha256[:16]}; give the "
+            "checkpoint that was measured (format= converts it), or measure this one"
         )
     name, cells = short_names(names)[hashes.index(sha256)], []
     for cell in result["cells"]:
@@ -193,6 +193,7 @@ def _serve(weights: Weights, repo_id: str, base_model: str | None) -> str:
     case, parts = case_of(weights.format, weights.head and weights.head["_target_"], weights.config.layout), []
     beside = {"reduced", "skipped"} if weights.config.draft_ids is None else set()
     beside |= {"confidence"} if weights.confidence is None else set()
+    parts.append("Lines and notes hold for folders as `xpress` writes this format.")
     for engine, way in case.ways.items():
         parts.append(f"**{engine}**: {SAYS[way.status]}.")
         if way.line:

@@ -74,8 +74,8 @@ NOTES = {  # what an engine needs or cannot do, and the source
         "vllm/model_executor/models/qwen3_dflash.py, utils.py; run",
     ),
     "patch": (
-        "`Qwen3XPressModel` is in no release: 0.32.0 refuses it. The line is for the authors' patch of vLLM 82ae4164; "
-        "the open pull request selects it by method dflash instead.",
+        "0.32.0 refuses `Qwen3XPressModel`. The line is for the authors' patch of vLLM 82ae4164; their pull request, "
+        "open when last seen, selects it by method dflash instead.",
         f"{XPRESS_RELEASE}registration.patch at d1a1699; vllm-project/vllm, pull request 54448; the refusal run",
     ),
     "xpress": (
@@ -193,7 +193,7 @@ CASES = (
         Way(NO_RUN, _VLLM["xpress"], ("patch", "xpress")),
         Way(NO_READ, None, ("no_xpress",)),
     ),
-    Case("speculators", _ALONE, INFILL.name, Way(RUN, OWN, ("target", "length", "greedy", "reduced")), _NO_SPECULATORS),
+    Case("speculators", _ALONE, INFILL.name, Way(RUN, OWN, ("target", "greedy", "reduced")), _NO_SPECULATORS),
     Case("speculators", _ALONE, NEXT.name, Way(NO_READ, None, ("anchor",)), _NO_SPECULATORS),
     Case(
         "speculators",
