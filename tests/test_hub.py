@@ -168,13 +168,13 @@ def test_a_hub_id_in_the_provenance_is_the_base_model(target, tmp_path):
 
 def test_results_of_these_weights_stand_in_the_card(target, tmp_path):
     one, two = made(tmp_path / "one", target), made(tmp_path / "two", target, seed=9)
-    result = evaluated(tmp_path / "eval", one, two, max_new_tokens=96, dtype="bfloat16")
+    result = evaluated(tmp_path / "eval", one, two, max_new_tokens=96, dtype="bfloat16", target="/home/somebody/toy")
     card = text_of(push_to_hub(two, ID, folder=tmp_path / "out", results=result))
     assert "| two: drafter | 3.25 [3.12, 3.38] |" in card and "| two: refiner K=4 | 4.50 [" in card
     assert "one: " not in card and "| ar |" not in card
     protocol = rows_of(card)
     assert (protocol["max_new_tokens"], protocol["dtype"], protocol["bench"]) == ("96", "bfloat16", "gsm8k")
-    assert "all 24 outputs equal plain autoregression: two: drafter" in card
+    assert "all 24 outputs equal plain autoregression: two: drafter" in card and "somebody" not in card
     served = push_to_hub(two, ID, folder=tmp_path / "zlab", results=result, format="zlab", drop=("head",))
     assert "two: drafter" in text_of(served) and "refiner K=4" not in text_of(served)
 

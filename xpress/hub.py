@@ -108,7 +108,7 @@ def _write(folder: Path, path, made: dict, *, repo_id, results, license, base_mo
             base_model=base_model,
             license=license,
             source=source,
-            protocol=result and result["protocol"],
+            protocol=result and _portable(result["protocol"]),
             cells=cells,
         )
         write_text(temporary / CARD, text)
