@@ -21,7 +21,7 @@ FLOORS = [
     ["decode", "anchors", "loss"],
     ["metrics", "watch", "probe", "lossless", "prompts", "conversations", "data", "client", "generation", "checkpoint"]
     + ["interop", "gtest", "sampling_check", "evaluate"]
-    + ["tables", "report", "results", "journal", "style", "curves", "panels", "figures", "markdown"]
+    + ["tables", "report", "results", "journal", "style", "curves", "panels", "figures", "markdown", "card", "hub"]
     + ["track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
     + ["launch", "footprint", "plan", "train"],
     ["parts", "planning", "measuring", "replay", "replay_record", "replay_screen", "replay_page", "build", "serve"]

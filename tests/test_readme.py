@@ -93,6 +93,12 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
             assert load(overrides[1], Target.from_pretrained("target")).format == "speculators"
             ran.append(program)
             continue
+        if program == "push_to_hub":
+            assert runpy.run_path(str(ROOT / words[0]))["main"](overrides) is None
+            card = (world / "outputs/published/README.md").read_text()
+            assert "| refiner K=auto | " in card and load("outputs/published", Target.from_pretrained("target")).head
+            ran.append(program)
+            continue
         if program not in ("generate_data", "train", "eval_tau", "replay"):
             continue
         if "--multirun" in line:  # the sweep's own test runs it; here its first job
@@ -129,7 +135,7 @@ def test_every_program_of_the_readme_runs(world, monkeypatch):
         else:
             assert build.generation(cfg, lambda *_: None)["rows"] == 6
         ran.append(program)
-    assert {"generate_data", "train", "eval_tau", "plan", "replay", "report", "convert"} <= set(ran) and ran.count(
-        "train"
-    ) >= 6
+    assert {"generate_data", "train", "eval_tau", "plan", "replay", "report", "convert", "push_to_hub"} <= set(
+        ran
+    ) and ran.count("train") >= 6
     assert "two_token_head" in sys.modules

@@ -12,6 +12,7 @@ from xpress.draft import Draft
 from xpress.drafter import Context, DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.heads import ConfidenceHead, CorrectionHead, DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
+from xpress.hub import push_to_hub
 from xpress.interop import convert, load
 from xpress.refine import refine
 from xpress.sampling import GREEDY, Noise, Sampling
@@ -46,6 +47,7 @@ __all__ = [
     "decode",
     "generate",
     "load",
+    "push_to_hub",
     "refine",
     "save",
     "target_index",

@@ -1,7 +1,8 @@
 """Domino folders: z-lab's fields with projector_type "domino"; older ones put `logit_head.` before the head's names.
 
 shift_label true is the next-token layout, of which Domino drafts the first B − 1 slots; the first pure_draft_prefix_len
-drafted tokens are the plain drafter's.
+drafted tokens are the plain drafter's. SpecForge calls the architecture DominoDraftModel; it is written as the authors
+have it, DFlashDraftModel, the only name under which SGLang finds a Domino drafter.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from xpress.interop.base import (
     whole,
 )
 
-NAME, ABOUT, WRITES = "domino", "Domino (DominoDraftModel)", True
-ARCHITECTURE, OLD = "DominoDraftModel", "logit_head."
+NAME, ABOUT, WRITES = "domino", "Domino (dFlash with projector_type domino)", True
+ARCHITECTURE, WRITTEN, OLD = "DominoDraftModel", "DFlashDraftModel", "logit_head."
 FIELDS = ("projector_type", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")
 
 
@@ -66,7 +67,7 @@ def cannot(weights) -> str | None:
 
 
 def files(weights, target) -> Files:
-    raw, left_out = published(weights, ARCHITECTURE)
+    raw, left_out = published(weights, WRITTEN)
     num_draft_kept(weights, raw, weights.config.block_size - 1, left_out)
     raw["dflash_config"] |= {
         "projector_type": "domino",
