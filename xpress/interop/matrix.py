@@ -17,7 +17,8 @@ from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.files import write_json
 from xpress.heads import DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
-from xpress.interop.base import Weights
+from xpress.interop.base import REFINER, Weights
+from xpress.interop.research import MARKOV_NAMES
 from xpress.interop.serving import RESEARCH_NAMES
 from xpress.target import Target
 
@@ -26,6 +27,7 @@ PROMPT, NEW = [5, 17, 44, 3, 61, 80, 9], 12
 CASES = [  # format, what it holds, layout, head, the rank of a confidence head
     ("zlab", "drafter", "infill", None, None),
     ("research", "XPress", "infill", Refiner, None),
+    ("research", "Markov", "infill", MarkovHead, None),
     ("serving", "XPress", "infill", Refiner, None),
     ("dspark", "vanilla + confidence", "next", MarkovHead, R),
     ("dspark", "gated", "next", GatedMarkovHead, None),
@@ -165,8 +167,10 @@ def _research_file(weights: Weights, folder: Path) -> Path:
     """As the research trainer saves it: two state dicts and an argparse Namespace, the drafter's config beside it."""
     folder.mkdir(parents=True)
     drafter = {name: t for name, t in weights.tensors.items() if not name.startswith("head.")}
-    head = {theirs: weights.tensors[f"head.{ours}"] for ours, theirs in RESEARCH_NAMES.items()}
-    head["mix.tril"] = torch.ones(B, B).tril()
+    names = RESEARCH_NAMES if weights.head_is(REFINER) else MARKOV_NAMES
+    head = {theirs: weights.tensors[f"head.{ours}"] for ours, theirs in names.items()}
+    if names is RESEARCH_NAMES:
+        head["mix.tril"] = torch.ones(B, B).tril()
     args = argparse.Namespace(markov_rank=R, mlp_ratio=2)
     file = folder / checkpoint.RESEARCH
     torch.save({"refiner_state_dict": head, "draft_state_dict": drafter, "args": args, "global_step": 1}, file)
