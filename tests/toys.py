@@ -14,7 +14,7 @@ from xpress.decode import generate
 from xpress.drafter import Context, DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.features import OnlineFeatures
-from xpress.heads import DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
+from xpress.heads import ConfidenceHead, DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
 from xpress.loss import Term
 from xpress.prompts import Prompt
 from xpress.recipe import TrainSettings
@@ -108,6 +108,16 @@ def make_head(name: str, drafter, rank: int = 8, seed: int = 2, std: float = 0.5
         for weight in head.parameters():
             weight.normal_(std=std)
     return head.to(drafter.fc.weight.dtype).bind(drafter.target).eval()
+
+
+def make_confidence(head, drafter, seed: int = 6, std: float = 0.3) -> ConfidenceHead:
+    """A random confidence head beside a head with rows (or none): chances on both sides of a half."""
+    torch.manual_seed(seed)
+    rank = head.token_embed.embedding_dim if hasattr(head, "token_embed") else 0
+    confidence = ConfidenceHead(drafter.config.hidden_size, rank)
+    for weight in confidence.parameters():
+        torch.nn.init.normal_(weight, std=std)
+    return confidence.to(drafter.fc.weight.dtype).eval()
 
 
 def random_block(N=3, B=5, layout="infill", num_draft=None, dtype=torch.float64, seed=3, draft_ids=None) -> Block:

@@ -13,6 +13,7 @@ from xpress.drafter import Context, DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.heads import ConfidenceHead, CorrectionHead, DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
 from xpress.interop import convert, load
+from xpress.lengths import ByConfidence
 from xpress.refine import refine
 from xpress.sampling import GREEDY, Noise, Sampling
 from xpress.target import Target
@@ -21,6 +22,7 @@ from xpress.verify import Verdict, verify
 __version__ = "0.1.0"
 __all__ = [
     "Block",
+    "ByConfidence",
     "Checkpoint",
     "ConfidenceHead",
     "Context",
