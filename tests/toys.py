@@ -228,6 +228,7 @@ def count_batch(T=12, documents=None, supervised_from=0) -> Batch:
     return Batch(torch.arange(T)[None], positions[None], documents[None], supervised[None], [names])
 
 
+DSPARK = [Term("refined", "gold"), Term("confidence", "confidence", loss={})]
 XPRESS = [Term("refined", "gold"), Term("consistency", "self", 0.3, rounds=3), Term("anchor", "none", [0.6, 0.2])]
 
 
@@ -241,7 +242,9 @@ def make_rows(*lengths, prompt=3, seed=4) -> list[Row]:
 def make_trainee(target, head="refiner", terms=XPRESS, train_drafter=True, seed=1, chunk=5, std=0.5, **settings):
     """A random drafter (`settings` are its own) and head under an objective."""
     drafter = make_drafter(target, seed=seed, **settings)
-    return Trainee(drafter, make_head(head, drafter, seed=seed + 1, std=std), terms, train_drafter, chunk)
+    head = make_head(head, drafter, seed=seed + 1, std=std)
+    confidence = make_confidence(head, drafter) if any(term.feed == "confidence" for term in terms) else None
+    return Trainee(drafter, head, terms, train_drafter, chunk, confidence)
 
 
 def make_run(out, trainee, target, rows, held_out=(), facts=None, **changes) -> Run:

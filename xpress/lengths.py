@@ -8,10 +8,11 @@ changes the distribution of what is proposed, and q is then no longer what the t
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from xpress.draft import Draft
 from xpress.heads import ConfidenceHead, CorrectionHead
+from xpress.heads.confidence import rows_of
 
 POLICIES = ("full", "confidence")
 
@@ -49,8 +50,8 @@ class ByConfidence:
             raise ValueError("length_policy=confidence: there is no confidence head; choose length_policy=full")
         self.rows = None
         if confidence.rank:
-            self.rows = getattr(head, "token_embed", None)
-            have = self.rows.embedding_dim if isinstance(self.rows, nn.Embedding) else None
+            self.rows = rows_of(head)
+            have = None if self.rows is None else self.rows.embedding_dim
             if have != confidence.rank:
                 what = "no head" if head is None else type(head).__name__
                 what += " has no token_embed" if have is None else f" has rows of {have} numbers"
