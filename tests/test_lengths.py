@@ -269,7 +269,7 @@ def world(tmp_path_factory):
             drafter,
             head,
             about,
-            confidence=make_confidence(head, drafter, seed=7) if with_confidence else None,
+            confidence=make_confidence(head, drafter) if with_confidence else None,
         )
     save(at / "plain", make_drafter(target, 5, layers=1), None, about)
     (at / "alpaca.jsonl").write_text("".join(json.dumps({"instruction": f"Ask {i} of them"}) + "\n" for i in range(3)))
@@ -281,13 +281,13 @@ def measuring(world, out, *names, **changes) -> Measurement:
     raw = {key: value for key, value in raw.items() if key not in ("defaults", "hydra")}
     raw |= {"checkpoint": [str(world / name) for name in names], "data_dir": str(world), "device": "cpu"}
     raw |= {"out": str(out), "bench": "alpaca", "max_new_tokens": 10, "passes": [1], "methods": ["drafter", "head"]}
-    return Measurement(raw | {"length_policy": "confidence", "threshold": 0.4} | changes)
+    return Measurement(raw | {"length_policy": "confidence", "threshold": 0.5} | changes)
 
 
 def test_drafts_of_heads_are_cut_and_counted(world, tmp_path):
     """A drafter drafts in full beside them; the rest of the lines and of the table goes on as before."""
     result = measuring(world, tmp_path / "cut", "markov", "refiner", batch_size=2).run()
-    assert (result["protocol"]["length_policy"], result["protocol"]["threshold"]) == ("confidence", 0.4)
+    assert (result["protocol"]["length_policy"], result["protocol"]["threshold"]) == ("confidence", 0.5)
     (cell,) = result["cells"]
     rows, lines = {row["label"]: row for row in cell["methods"]}, []
     for line in map(json.loads, (tmp_path / "cut" / "responses.jsonl").read_text().splitlines()):
@@ -295,10 +295,10 @@ def test_drafts_of_heads_are_cut_and_counted(world, tmp_path):
         assert len(line["drafted"]) == len(line["accepted"]) == len(line["passes"])
         assert all(a <= n for a, n in zip(line["accepted"], line["drafted"]))
     for name in ("markov", "refiner"):
-        row = rows[f"{name}: {name} c≥0.4 K=1"]
+        row = rows[f"{name}: {name} c≥0.5 K=1"]
         own = [n for line in lines if line["method"] == row["label"] for n in line["drafted"]]
         assert row["drafted"] == sum(own) / len(own) and 0 < row["drafted"] < 4
-        assert row["lossless"] and row["threshold"] == 0.4
+        assert row["lossless"] and row["threshold"] == 0.5
         assert rows[f"{name}: drafter"]["drafted"] == 4 and rows[f"{name}: drafter"]["threshold"] is None
     shown = tables.main_table(tables.whole(result)["cells"][0])
     column = [title for title, _ in shown.columns].index("drafted")
@@ -337,5 +337,5 @@ def test_what_cannot_be_measured_is_refused_at_the_start(world, tmp_path, names,
 
 def test_another_threshold_is_another_measurement(world, tmp_path):
     measuring(world, tmp_path / "out", "markov").journal.close()
-    with pytest.raises(ValueError, match="threshold: was 0.4, now 0.6"):
+    with pytest.raises(ValueError, match="threshold: was 0.5, now 0.6"):
         measuring(world, tmp_path / "out", "markov", threshold=0.6, resume=True)

@@ -110,13 +110,14 @@ def make_head(name: str, drafter, rank: int = 8, seed: int = 2, std: float = 0.5
     return head.to(drafter.fc.weight.dtype).bind(drafter.target).eval()
 
 
-def make_confidence(head, drafter, seed: int = 6, std: float = 0.3) -> ConfidenceHead:
-    """A random confidence head beside a head with rows (or none): chances on both sides of a half."""
-    torch.manual_seed(seed)
+def make_confidence(head, drafter, seed: int = 9) -> ConfidenceHead:
+    """A random confidence head beside a head with rows (or none). Where there are rows they decide, so that chances lie
+    on both sides of a half: the hidden states of a toy hardly differ."""
     rank = head.token_embed.embedding_dim if hasattr(head, "token_embed") else 0
     confidence = ConfidenceHead(drafter.config.hidden_size, rank)
-    for weight in confidence.parameters():
-        torch.nn.init.normal_(weight, std=std)
+    torch.manual_seed(seed)
+    hidden, rows = confidence.proj.weight.data.split([drafter.config.hidden_size, rank], 1)
+    hidden.normal_(std=0.1 if rank else 0.3), rows.normal_(std=1.5)
     return confidence.to(drafter.fc.weight.dtype).eval()
 
 
