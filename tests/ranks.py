@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from toys import make_rows, make_target, make_trainee
+from toys import DSPARK, XPRESS, make_rows, make_target, make_trainee
 
 from xpress.checkpoint import whole
 from xpress.features import OnlineFeatures
@@ -25,7 +25,7 @@ LENGTHS = [9, 14, 3, 11, 9, 8, 17, 5, 12, 6, 13, 7]
 
 def make_run(out: Path, batch_size: int, accumulation: int = 1, steps: int = STEPS, **settings) -> Run:
     target = make_target(dtype=torch.float64)
-    trainee = make_trainee(target)
+    trainee = make_trainee(target, terms=[*XPRESS, DSPARK[-1]])  # every kind of term
     source = OnlineFeatures(target, trainee.drafter.layer_ids, False, target.dtype)
     rows = make_rows(*LENGTHS)
     options = {"max_anchors": 6, "lr": 1e-2, "weight_decay": 0.1, "eval_every": 2, "log_every": 1, **settings}

@@ -17,7 +17,7 @@ FLOORS = [
     + ["kernels.dispatch", "kernels.step", "kernels.graphs", "kernels"],
     ["static", "lean", "target", "drafter_config", "attention", "static_draft", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads.confidence", "heads"],
-    ["draft", "fused", "refine", "verify"],
+    ["draft", "fused", "refine", "verify", "lengths"],
     ["decode", "anchors", "loss"],
     ["metrics", "watch", "probe", "lossless", "prompts", "conversations", "data", "client", "generation", "checkpoint"]
     + ["interop", "gtest", "sampling_check", "evaluate"]

@@ -46,7 +46,7 @@ def test_rounds_that_end_early_count_for_tau_but_not_for_the_tokens():
     as emitted; tau, which is about the drafter, keeps five."""
     response = Response([9, *range(3)], [Round([0, 1, 2], num_accepted=5, num_draft=7, passes=2)])
     of = Counts.of(response, seconds=2.0)
-    assert of == Counts([5], 4, 7, [2], 2.0) and of.as_dict()["num_tokens"] == 4
+    assert of == Counts([5], 4, 7, [2], 2.0, drafted=[7]) and of.as_dict()["num_tokens"] == 4
     assert metrics.tokens_per_round([of]) == 3 and metrics.tau([of]) == 6 and metrics.tokens_per_second([of]) == 1.5
 
 
@@ -276,6 +276,7 @@ def test_settled_by_hand():
         0.75,
         1,
     ]
+    assert metrics.settled([Counts([0, 0], 3, 1, [3, 1], settled=[3, 0])]) == [0.5, 0.5, 0.5, 1]  # cut to one token
 
 
 @pytest.mark.parametrize("times, found", [(3, False), (4, True), (9, True)])

@@ -272,7 +272,7 @@ def test_nonsense_on_one_process_stops_both(world, kind):
     """Both name the step, the terms and the rows of all processes, and both keep their weights."""
     first, second = facts_of(world, kind)
     assert first["said"] == second["said"] and first["kept"] and second["kept"]
-    assert first["said"].startswith("step 2: refined, consistency, anchor is not finite")
+    assert first["said"].startswith("step 2: refined, consistency, anchor, confidence is not finite")
     assert first["said"].count("row-") == 4
 
 

@@ -10,7 +10,8 @@ import torch
 
 from xpress import gtest
 from xpress.draft import Kept, Rows
-from xpress.sampling import Noise, argmax, sample
+from xpress.lengths import ByConfidence
+from xpress.sampling import ACCEPT, TARGET, Noise, argmax, sample
 from xpress.sampling_check import ALPHA, CASES, ONE, SOME, Case, check_sampling, joint, small_target, table
 from xpress.verify import Verdict, accept_by_rejection, accept_matching
 
@@ -130,6 +131,8 @@ def test_global_random_state_is_neither_read_nor_changed():
         (lambda: Case("x", "rnn"), "head"),
         (lambda: Case("x", layout="sideways"), "layout"),
         (lambda: Case("x", passes=-1), "passes"),
+        (lambda: Case("x", threshold=1.5), "threshold"),
+        (lambda: Case("x", None, 0, threshold=0.5), "threshold"),
         (lambda: Case("x", sampling=replace(ONE, temperature=0.0)), "temperature"),
     ],
 )
@@ -320,6 +323,43 @@ def test_q_recomputed_from_the_final_tokens_is_found(monkeypatch):
 
     monkeypatch.setattr(DECODE, "refine", recomputed)
     assert not check(replace(K1, name="recomputed"))["passed"]
+
+
+# --- drafts that are cut ----------------------------------------------------------------------------------------------
+
+
+CUT = Case("cut", threshold=0.5)
+
+
+def of_the_token_itself(self, draft):
+    """c_k reads draft token k: likely tokens are shown and unlikely ones are not, so that q is not what they follow."""
+    return self.confidence(draft.block.rows(draft.block.hidden), self.rows(draft.ids))
+
+
+def test_a_cut_that_looks_at_the_token_it_decides_on_is_found(monkeypatch):
+    assert check(CUT)["passed"]
+    monkeypatch.setattr(ByConfidence, "of", of_the_token_itself)
+    assert not check(CUT)["passed"]
+
+
+def test_the_residual_in_place_of_the_next_row_is_found(monkeypatch):
+    """After all tokens that were kept the bonus is p's; drawing it from p − q is to reject a token nobody tested."""
+    sound = DECODE.verify
+
+    def residual_at_the_cut(draft, scores, sampling, noise):
+        if draft.drawn is None:
+            return sound(draft, scores, sampling, noise)
+        p, rows = sampling.adjust(scores).softmax(-1), scores.shape[1]
+        u, v = (noise.uniform(stream, rows, p.device) for stream in (ACCEPT, TARGET))
+        return accept_by_rejection(draft.ids, draft.drawn.rows(), p, u[:, :-1].where(draft.verified, torch.inf), v)
+
+    monkeypatch.setattr(DECODE, "verify", residual_at_the_cut)
+    assert not check(CUT)["passed"]
+
+
+def test_under_match_a_cut_may_look_at_everything(monkeypatch):
+    monkeypatch.setattr(ByConfidence, "of", of_the_token_itself)
+    assert check(replace(CUT, sampling=replace(ONE, accept="match")))["passed"]
 
 
 # --- top-k and top-p on one side --------------------------------------------------------------------------------------

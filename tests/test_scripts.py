@@ -336,7 +336,7 @@ def terms_of(*overrides) -> dict:
     return {term.name: term for term in parts.make_terms(build.plain(configured("train", *overrides).objective, ALL))}
 
 
-ALL = {"terms", *parts.TERM_VALUES}
+ALL = {"terms", "confidence", *parts.TERM_VALUES}
 XPRESS = ("refined", "consistency", "anchor")
 
 

@@ -12,12 +12,13 @@ from disk import save_model
 from test_lean import ODD, PROMPTS, VARIANTS, model_of, odd, same
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toys import L, V, make_drafter, make_head, make_model, plain
+from toys import L, V, make_confidence, make_drafter, make_head, make_model, plain
 
 from xpress import parts, static
 from xpress.decode import decode_batch, generate
 from xpress.drafter import Context
 from xpress.kernels import graphs as graphs_file
+from xpress.lengths import ByConfidence
 from xpress.sampling import Sampling
 from xpress.static import Buffers, StaticSequences, bucket
 from xpress.static_draft import StaticDraft
@@ -330,20 +331,26 @@ def in_reference() -> bool:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8), Sampling(0.7, accept="match")])
-@pytest.mark.parametrize("method", ["ar", "bare", "refiner"])
+@pytest.mark.parametrize("method", ["ar", "bare", "refiner", "cut"])
 def test_a_round_reads_the_device_once(method, sampling, monkeypatch, device):
+    """And once more where drafts are cut, for their lengths."""
     target = both("qwen3")[1]
-    drafter, head = methods(target, method)
+    drafter, head = methods(target, method.replace("cut", "refiner"))
+    lengths = ByConfidence(head, make_confidence(head, drafter), 0.5) if method == "cut" else None
     allowed, reads = [], []
-    read = decode_file._read
 
-    def once(*args):
-        allowed.append(True)
-        reads.append(True)
-        with torch.utils._python_dispatch._disable_current_modes():
-            found = read(*args)
-        allowed.pop()
-        return found
+    def once(name):
+        real = getattr(decode_file, name)
+
+        def ask(*args, **kwargs):
+            allowed.append(True)
+            reads.append(name)
+            with torch.utils._python_dispatch._disable_current_modes():
+                found = real(*args, **kwargs)
+            allowed.pop()
+            return found
+
+        monkeypatch.setattr(decode_file, name, ask)
 
     def guarded(name):
         real = getattr(torch.Tensor, name)
@@ -359,8 +366,9 @@ def test_a_round_reads_the_device_once(method, sampling, monkeypatch, device):
         return build(*args, **kwargs)
 
     build = torch.tensor
-    monkeypatch.setattr(decode_file, "_read", once)
-    rounds = decode_batch(target, PROMPTS, drafter, head, 2, max_new_tokens=12, seeds=[1, 2, 3], sampling=sampling)
+    once("_read"), once("_cut")
+    settings = dict(max_new_tokens=12, seeds=[1, 2, 3], sampling=sampling, lengths=lengths)
+    rounds = decode_batch(target, PROMPTS, drafter, head, 2, **settings)
     next(rounds)
     next(rounds)  # the drafter takes up the prompts, which opens its buffers
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "new_tensor"):
@@ -370,7 +378,7 @@ def test_a_round_reads_the_device_once(method, sampling, monkeypatch, device):
     with Asking():
         for _ in rounds:
             number += 1
-    assert number > 2 and len(reads) == number + 1
+    assert number > 2 and reads == [*(["_cut"] if lengths else []), "_read"] * (number + 1)
     with pytest.raises(AssertionError, match="waits"):
         bool(torch.ones(1))
 

@@ -14,7 +14,7 @@ from xpress.decode import generate
 from xpress.drafter import Context, DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.features import OnlineFeatures
-from xpress.heads import DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
+from xpress.heads import ConfidenceHead, DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
 from xpress.loss import Term
 from xpress.prompts import Prompt
 from xpress.recipe import TrainSettings
@@ -108,6 +108,17 @@ def make_head(name: str, drafter, rank: int = 8, seed: int = 2, std: float = 0.5
         for weight in head.parameters():
             weight.normal_(std=std)
     return head.to(drafter.fc.weight.dtype).bind(drafter.target).eval()
+
+
+def make_confidence(head, drafter, seed: int = 9) -> ConfidenceHead:
+    """A random confidence head beside a head with rows (or none). Where there are rows they decide, so that chances lie
+    on both sides of a half: the hidden states of a toy hardly differ."""
+    rank = head.token_embed.embedding_dim if hasattr(head, "token_embed") else 0
+    confidence = ConfidenceHead(drafter.config.hidden_size, rank)
+    torch.manual_seed(seed)
+    hidden, rows = confidence.proj.weight.data.split([drafter.config.hidden_size, rank], 1)
+    hidden.normal_(std=0.1 if rank else 0.3), rows.normal_(std=1.5)
+    return confidence.to(drafter.fc.weight.dtype).eval()
 
 
 def random_block(N=3, B=5, layout="infill", num_draft=None, dtype=torch.float64, seed=3, draft_ids=None) -> Block:
@@ -218,6 +229,7 @@ def count_batch(T=12, documents=None, supervised_from=0) -> Batch:
     return Batch(torch.arange(T)[None], positions[None], documents[None], supervised[None], [names])
 
 
+DSPARK = [Term("refined", "gold"), Term("confidence", "confidence", loss={})]
 XPRESS = [Term("refined", "gold"), Term("consistency", "self", 0.3, rounds=3), Term("anchor", "none", [0.6, 0.2])]
 
 
@@ -231,7 +243,9 @@ def make_rows(*lengths, prompt=3, seed=4) -> list[Row]:
 def make_trainee(target, head="refiner", terms=XPRESS, train_drafter=True, seed=1, chunk=5, std=0.5, **settings):
     """A random drafter (`settings` are its own) and head under an objective."""
     drafter = make_drafter(target, seed=seed, **settings)
-    return Trainee(drafter, make_head(head, drafter, seed=seed + 1, std=std), terms, train_drafter, chunk)
+    head = make_head(head, drafter, seed=seed + 1, std=std)
+    confidence = make_confidence(head, drafter) if any(term.feed == "confidence" for term in terms) else None
+    return Trainee(drafter, head, terms, train_drafter, chunk, confidence)
 
 
 def make_run(out, trainee, target, rows, held_out=(), facts=None, **changes) -> Run:

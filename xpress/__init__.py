@@ -14,6 +14,7 @@ from xpress.drafter_config import DrafterConfig
 from xpress.heads import ConfidenceHead, CorrectionHead, DominoHead, GatedMarkovHead, MarkovHead, Refiner, RNNMarkovHead
 from xpress.hub import push_to_hub
 from xpress.interop import convert, load
+from xpress.lengths import ByConfidence
 from xpress.refine import refine
 from xpress.sampling import GREEDY, Noise, Sampling
 from xpress.target import Target
@@ -22,6 +23,7 @@ from xpress.verify import Verdict, verify
 __version__ = "0.1.0"
 __all__ = [
     "Block",
+    "ByConfidence",
     "Checkpoint",
     "ConfidenceHead",
     "Context",

@@ -136,7 +136,11 @@ def assemble(raw: dict, settings: TrainSettings, terms, out: Path, state, say, p
     drafter, origin = parts.make_drafter(raw["drafter"], target, rows, settings)
     torch.manual_seed(settings.seed + 1)
     head = parts.make_head(raw["head"], drafter, target)
-    trainee = Trainee(drafter, head, terms, settings.train_drafter, settings.chunk)
+    confidence = parts.make_confidence(terms, head, drafter)
+    dropped = origin and parts.left_behind(raw["drafter"]["init"], target, head, confidence)
+    if dropped:
+        say(dropped)
+    trainee = Trainee(drafter, head, terms, settings.train_drafter, settings.chunk, confidence)
     parts.check_room(out, trainee)
     reduced = drafter.draft_ids is not None
     template = prompts.template_facts(target.tokenizer, raw["thinking"])

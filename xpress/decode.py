@@ -24,7 +24,8 @@ from xpress.verify import Verdict, verify
 @dataclass(frozen=True)
 class Round:
     """What one round did. tokens: emitted, after the cut at stop token and limit; num_accepted: before the cut, without
-    bonus; num_draft: G (0 without a drafter); passes: Jacobi passes used; drafted: the G draft tokens, accepted or not;
+    bonus; num_draft: draft tokens that were verified, G unless the draft was cut (0 without a drafter); passes: Jacobi
+    passes used; drafted: those num_draft tokens, accepted or not;
     settled: the pass that changed the block last (None where no one looked). The opening round (the first token, which
     no round pays for) has num_draft None."""
 
@@ -58,13 +59,16 @@ def decode_batch(
     stop_strings=(),
     sampling: Sampling = GREEDY,
     seeds: list[int] | None = None,
+    lengths: Callable | None = None,
     observe: Callable | None = None,
 ) -> Iterator[dict[int, Round]]:
     """Yields {row: Round} of every row that is not finished: first tokens, then one round after another.
 
     A row ends at a stop id, at the token that completes one of `stop_strings` in its text, at max_new_tokens or where
     the target's context is full. seeds: one for each row (0 … N − 1 if left out), which with the prompt decide a row's
-    output, whatever shares the batch. observe(draft, scores, verdict, rows), if given, sees every round's tensors.
+    output, whatever shares the batch. lengths: Draft -> kept [N], how many tokens of each draft are verified
+    (xpress/lengths.py; None: all), at the price of one more wait for the device a round. Raises ValueError where it
+    says less than 0 or more than G. observe(draft, scores, verdict, rows), if given, sees every round's tensors.
     """
     check_passes(passes)
     if max_new_tokens < 1:
@@ -92,10 +96,13 @@ def decode_batch(
                 drafter.select(kept)
                 target_hidden = target_hidden.index_select(0, on_device(kept, target_hidden.device))[:, : max(counts)]
         num_rounds += 1
+        verified = None
         noise = Noise(tuple(seeds[row] for row in rows), num_rounds)
         if drafter:
             context = Context([ids[row] for row in rows], target_hidden)
             draft = refine(head, drafter.draft(context), passes, sampling, noise)  # DRAFT, REFINE
+            if lengths is not None:
+                draft, verified = _cut(draft, lengths(draft), whole=target.loop == "static")
         else:
             draft = Draft.nothing(len(rows), target.device)
         anchors = on_device([ids[row][-1] for row in rows], target.device)
@@ -104,6 +111,7 @@ def decode_batch(
         if observe:
             observe(draft, scores, verdict, rows)
         accepted, bonus, used, settled, drafted = _read(verdict, draft)
+        drafted = drafted if verified is None else [own[:n] for own, n in zip(drafted, verified)]
         counts = [number + 1 for number in accepted]
         target_hidden = target.keep(counts)  # COMMIT
         rounds = {}
@@ -127,6 +135,16 @@ def room_for(target, prompt: list[int], max_new_tokens: int) -> int:
             f"a prompt of {len(prompt)} tokens leaves no room in the target's context {target.context_length}"
         )
     return min(max_new_tokens, room)
+
+
+def _cut(draft: Draft, kept: torch.Tensor, whole: bool) -> tuple[Draft, list[int]]:
+    """-> the draft of which the first kept [N] tokens are verified, and these numbers on the host, which must know how
+    many rows the target is to run. `whole`: all of them all the same; the static loop has a graph for each number of
+    rows, and would capture G + 1 where it needs one."""
+    G, numbers = draft.ids.shape[1], kept.tolist()
+    if not all(0 <= n <= G for n in numbers):
+        raise ValueError(f"lengths: a draft of {G} tokens cannot be cut to {numbers}; give numbers from 0 to {G}")
+    return draft.cut(kept, G if whole else max(numbers)), numbers
 
 
 def _read(verdict: Verdict, draft: Draft) -> tuple[list, list, list, list | None, list]:

@@ -7,7 +7,7 @@ on a GPU the token's ℓ/T and its row's log-sum are kept, and the one row of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ class Kept:
     def rows(self) -> Tensor:
         """q [N,G,V_draft]"""
         return self.logits.softmax(-1)
+
+    def first(self, length: int) -> Kept:
+        """The same for the first tokens alone."""
+        return Kept(self.logits[:, :length])
 
 
 @dataclass
@@ -57,26 +61,58 @@ class Redrawn:
         logits = kernels.q_row(self.base[blocks, index], self.latent[blocks, index], self.weight)
         return (logits / self.temperature).softmax(-1)
 
+    def first(self, length: int) -> Redrawn:
+        """The same for the first tokens alone."""
+        parts = {name: getattr(self, name)[:, :length] for name in ("base", "latent", "logit", "lse")}
+        return replace(self, **parts)
+
 
 @dataclass
 class Draft:
     """ids [N,G] (target ids); drawn: what each token was drawn from (None when greedy); passes [N]: Jacobi passes run
     for each block, the confirming one of `auto` included (0 for the serial solver); settled [N]: the pass that changed
-    a block last, 0 for the seed (None where no one looked: all but `auto`)."""
+    a block last, 0 for the seed (None where no one looked: all but `auto`); kept [N]: how many tokens of each block are
+    verified (None: all). The rest counts as proposed by no one: no token matches it, and q cannot draw it."""
 
     ids: Tensor
     drawn: Kept | Redrawn | None
     passes: Tensor
     block: Block | None = None
     settled: Tensor | None = None
+    kept: Tensor | None = None
+
+    def cut(self, kept: Tensor, length: int) -> Draft:
+        """Only the first kept[n] tokens of each block are verified; what stands behind `length`, the longest of them or
+        more, is dropped."""
+        drawn = self.drawn.first(length) if self.drawn is not None and length else None  # nothing drafted, or drawn
+        return replace(self, ids=self.ids[:, :length], drawn=drawn, kept=kept.to(self.ids.device))
+
+    @property
+    def verified(self) -> Tensor | None:
+        """Which tokens are [N,G]; None: all."""
+        slots = torch.arange(self.ids.shape[1], device=self.ids.device)
+        return None if self.kept is None else slots < self.kept[:, None]
+
+    def proposed(self) -> Tensor:
+        """ids [N,G] with an id that no target says in place of what is not verified"""
+        return self.ids if self.kept is None else self.ids.where(self.verified, -1)
 
     def q(self) -> Tensor | None:
         """Draft distribution over the target's vocabulary [N,G,V], None for a greedy draft."""
-        return None if self.drawn is None else self.block.over_target(self.drawn.rows())
+        if self.drawn is None:
+            return None
+        q = self.block.over_target(self.drawn.rows())
+        return q if self.kept is None else q * self.verified[..., None]
 
     def q_row(self, index: Tensor) -> Tensor:
         """index [N] -> that row of each block's q [N,V]"""
-        return self.block.over_target(self.drawn.row(index))
+        q = self.block.over_target(self.drawn.row(index))
+        return q if self.kept is None else q * (index < self.kept)[:, None]
+
+    def q_of_tokens(self) -> Tensor:
+        """q of the draft tokens [N,G], of a draft whose rows are computed again"""
+        q = self.drawn.of_tokens()
+        return q if self.kept is None else q * self.verified
 
     @classmethod
     def nothing(cls, num_blocks: int, device) -> Draft:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from xpress import memory
 from xpress.decode import Response, decode_batch, room_for
 from xpress.generation import row_seed
+from xpress.lengths import ByConfidence
 from xpress.lossless import first_difference
 from xpress.metrics import Counts
 from xpress.probe import Probe
@@ -25,7 +26,8 @@ WARM_UP = 8  # tokens of each method on the first prompts, where no whole round 
 @dataclass(frozen=True)
 class Method:
     """A row of the table. kind: ar (plain autoregression), bare (the drafter that training started from), drafter (the
-    checkpoint's own, its head switched off), head. A note stands for numbers that cannot be had."""
+    checkpoint's own, its head switched off), head. lengths: of a head whose drafts are cut. A note stands for numbers
+    that cannot be had."""
 
     label: str
     kind: str = "ar"
@@ -34,6 +36,7 @@ class Method:
     passes: int | str = 0
     checkpoint: str | None = None
     note: str | None = None
+    lengths: ByConfidence | None = None
 
     def facts(self) -> dict:
         return {
@@ -42,6 +45,7 @@ class Method:
             "checkpoint": self.checkpoint,
             "head": None if self.head is None else head_name(self.head),
             "passes": None if self.head is None else self.passes,
+            "threshold": None if self.lengths is None else self.lengths.threshold,
             "note": self.note,
         }
 
@@ -66,7 +70,7 @@ def respond(target, prompts: list[list[int]], method: Method, *, sampling: Sampl
     responses = [Response() for _ in prompts]
     memory.reset_peak(target.device)
     watched = WatchedTarget(target, watch, drafter is not None)
-    settings |= {"sampling": sampling, "observe": observe if drafter else None}
+    settings |= {"sampling": sampling, "lengths": method.lengths, "observe": observe if drafter else None}
     for rounds in decode_batch(watched, prompts, drafter, method.head, method.passes, **settings):
         for row, step in rounds.items():
             responses[row].add(step)

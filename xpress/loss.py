@@ -5,7 +5,8 @@ For every logit tensor z the same form, weighted over rows:
     L(z) = ce · CE(z, data token) + l1 · ‖softmax z − p_target‖₁          (the second part is twice the total variation)
 
 A term says where z comes from: the drafter alone (feed `none`), the head under the data's previous tokens (`gold`), or
-the head under its own argmax (`self`, some rounds). Softmaxes run in fp32 at least.
+the head under its own argmax (`self`, some rounds). Softmaxes run in fp32 at least. The term `confidence` has no z: it
+trains a confidence head on how likely the tokens of `gold` are to be accepted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from xpress.sampling import argmax, at_least_fp32
 
 FEEDS = ("none", "gold", "self")
+CONFIDENCE = "confidence"  # the feed of the term that is not one of logits
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class Term:
     decay: float | None = 4.0
 
     def __post_init__(self):
-        if self.feed not in FEEDS:
+        if self.feed == CONFIDENCE and self.loss:
+            raise ValueError(
+                f"objective term {self.name}: feed=confidence has no token loss; give objective.confidence"
+            )
+        if self.feed not in (*FEEDS, CONFIDENCE):
             raise ValueError(f"objective term {self.name}: feed={self.feed!r}, known feeds are {', '.join(FEEDS)}")
         if set(self.loss) - {"ce", "l1"}:
             raise ValueError(f"objective term {self.name}: loss={dict(self.loss)}, known token losses are ce and l1")
@@ -156,7 +162,9 @@ class Pass:
     """One pass over the rows, a chunk at a time: losses, what decoding would draft, and the gradient.
 
     sums [F]: weighted token losses of each tensor; drafts: target ids [n] of the seed argmax(s), then after each
-    self-fed tensor. Self-fed tensors follow one another as in decoding: the argmax of one feeds the next.
+    self-fed tensor. Self-fed tensors follow one another as in decoding: the argmax of one feeds the next. accepted [n],
+    with `judge`: Σ_x min(p, q) under the gold tensor, which is 1 − ½‖q − p‖₁ over the whole vocabulary, also where q
+    knows a part of it.
 
     The gradient of Σ factor·sum in hidden, latents and readout is taken while the chunk's logits are there, so nothing
     of the vocabulary's size outlives its chunk; what is kept has the size of the inputs, which are not kept. p_target
@@ -171,11 +179,12 @@ class Pass:
         train_hidden: bool,
         slope: bool,
         token_loss: Callable = token_loss,
+        judge: bool = False,
     ):
         if vocabulary.draft_ids is not None and rows.log_norm is None:
             raise ValueError("a reduced draft vocabulary needs log_norm: p_target is normalised over the whole one")
         self.rows, self.vocabulary, self.tensors, self.slope = rows, vocabulary, tensors, slope
-        self.token_loss = token_loss
+        self.token_loss, self.judge, self.accepted = token_loss, judge, []
         wide = torch.promote_types(rows.hidden.dtype, torch.float32)
         self.sums = torch.zeros(len(tensors), dtype=wide, device=rows.hidden.device)
         self.drafts: list = [[] for _ in tensors]
@@ -192,6 +201,7 @@ class Pass:
         nothing = self.rows.labels[:0]
         drafting = [ids for ids, tensor in zip(self.drafts, self.tensors) if tensor.feed != "gold"]
         self.drafts = [torch.cat([nothing, *ids]) for ids in drafting]
+        self.accepted = torch.cat([self.sums[:0], *self.accepted])
         self.d_latents = [torch.cat(parts) for parts in self.d_latents if parts]
         return self
 
@@ -208,6 +218,8 @@ class Pass:
                 fed = rows.labels[part] if tensor.feed == "gold" else ids
                 latent = latents_of(i, fed, part).to(readout.dtype)
                 z = base + F.linear(latent, readout)
+            if self.judge and tensor.feed == "gold":
+                self.accepted.append(torch.minimum(p, z.softmax(-1)).sum(-1).clamp(max=1))
             top = argmax(z)
             if tensor.ce or tensor.l1:
                 slope = self.slope and (latent is not None or self.d_hidden is not None)

@@ -16,6 +16,7 @@ import torch
 from xpress import checkpoint, evaluate, interop, parts, prompts, tables
 from xpress.evaluate import Method
 from xpress.journal import Journal, cell, columns
+from xpress.lengths import ByConfidence, check_policy
 from xpress.metrics import Counts, tokens_per_second
 from xpress.parts import find, refuse_unknown
 from xpress.refine import check_passes
@@ -25,7 +26,19 @@ from xpress.stopping import Stops
 
 EVAL_KEYS = {"checkpoint", "target", "methods", "passes", "candidates", "bench", "data_dir", "samples", "turns"}
 EVAL_KEYS |= {"protocol", "max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
-EVAL_KEYS |= {"readout", "device", "rounds", "batch_size", "stop_strings", "metrics", "check", "out", "resume"}
+EVAL_KEYS |= {
+    "length_policy",
+    "threshold",
+    "readout",
+    "device",
+    "rounds",
+    "batch_size",
+    "stop_strings",
+    "metrics",
+    "check",
+    "out",
+    "resume",
+}
 KINDS = ("ar", "bare", "drafter", "head")
 PROTOCOLS = {
     "free": {},
@@ -74,6 +87,7 @@ def settle(raw: dict) -> dict:
             raise ValueError(f"candidates={K}: give whole numbers of Jacobi passes from 1 up")
     Stops((), tuple(raw["stop_strings"]), tokenizer=object())
     parts.check_readout(raw["readout"])
+    check_policy(raw["length_policy"], raw["threshold"])
     for name in raw["methods"]:
         if name.partition(":")[0] not in KINDS:
             raise ValueError(f"methods: {name} is unknown; known are ar, bare, bare:<path>, drafter, head")
@@ -109,7 +123,8 @@ class Measurement:
                 warn(self.warnings[-1])
         load = lambda path: interop.load(path, self.target, getattr(torch, self.dtype), self.device)  # noqa: E731
         self.checkpoints = {name: load(folder) for name, folder in zip(short_names(raw["checkpoint"]), folders)}
-        for found in self.checkpoints.values():
+        self.lengths = self._lengths() if raw["length_policy"] == "confidence" else {}
+        for found in self.checkpoints.values():  # rows that confidence reads are those of heads as they were loaded
             found.head = found.head and parts.for_decoding(found.head, raw["readout"])
         self.candidates = self._candidates() if "best" in raw["passes"] else []
         self.bare = self._bare(provenances)
@@ -120,6 +135,21 @@ class Measurement:
         self.journal = Journal(folder_for(raw), facts, raw["resume"])
         now = {"date": f"{datetime.now():%Y-%m-%d %H:%M}", "threads": torch.get_num_threads(), **parts.versions()}
         self.protocol = facts | now | {"out": str(self.journal.folder)}
+
+    def _lengths(self) -> dict[str, ByConfidence]:
+        """The policy of each checkpoint's head. Raises ValueError where one has no confidence head, and where there is
+        no head whose drafts it could cut."""
+        heads = {name: found for name, found in self.checkpoints.items() if found.head is not None}
+        if not heads or "head" not in self.raw["methods"]:
+            why = "no checkpoint has one" if not heads else "methods leaves heads out"
+            raise ValueError(f"length_policy=confidence: it cuts the drafts of heads, and {why}; choose full")
+        made = {}
+        for name, found in heads.items():
+            try:
+                made[name] = ByConfidence(found.head, found.confidence, self.raw["threshold"])
+            except ValueError as error:
+                raise ValueError(f"checkpoint={name}: {error}") from error
+        return made
 
     def _candidates(self) -> list[int]:
         """The numbers of passes that a head can use. Raises ValueError where there is nothing to choose."""
@@ -163,9 +193,11 @@ class Measurement:
             if only is None and bare_head and wanted & {"drafter", "head"}:
                 rows.append(Method(f"{prefix}drafter", "drafter", found.drafter, checkpoint=name))
             for K in passes if head is not None and "head" in wanted else ():
-                label = f"{prefix}{evaluate.head_name(head)} " + ("sequential" if K == "sequential" else f"K={K}")
+                lengths = self.lengths.get(name)
+                cut = "" if lengths is None else f"c≥{lengths.threshold:g} "
+                label = f"{prefix}{evaluate.head_name(head)} {cut}" + ("sequential" if K == "sequential" else f"K={K}")
                 if K != 0 and label not in {row.label for row in rows}:
-                    rows.append(Method(label, "head", found.drafter, head, K, name))
+                    rows.append(Method(label, "head", found.drafter, head, K, name, lengths=lengths))
         return rows
 
     def facts(self, name: str) -> dict:
@@ -181,6 +213,8 @@ class Measurement:
             "checkpoint_sha256": [checkpoint.weights_hash(found.path) for found in loaded],
             "head": [evaluate.head_name(found.head) for found in loaded],
             "readout": raw["readout"],
+            "length_policy": raw["length_policy"],
+            "threshold": raw["threshold"],
             "block_size": [found.drafter.config.block_size for found in loaded],
             "num_draft": [found.drafter.config.num_draft for found in loaded],
             "methods": [method.label for method in self.methods("best")],

@@ -25,7 +25,8 @@ Group = Sequence["Counts"]
 @dataclass(frozen=True)
 class Counts:
     """One response. accepted, passes: of each round; settled: the pass that changed a round's block last (empty where
-    no one looked); num_tokens: returned, the first one included; num_draft: G.
+    no one looked); num_tokens: returned, the first one included; num_draft: G, or the most that a round verified;
+    drafted: draft tokens verified by each round.
 
     seconds: from the first token to the last; steps: rounds of the loop (of a batch, its share: 1/rows of the batch's
     seconds and steps); time: seconds by what was running; memory: peak bytes; probe: sums of `probe.Probe`.
@@ -42,6 +43,7 @@ class Counts:
     time: dict = field(default_factory=dict)
     memory: int | None = None
     probe: dict = field(default_factory=dict)
+    drafted: list[int] = field(default_factory=list)
 
     @property
     def tau(self) -> float | None:
@@ -59,6 +61,7 @@ class Counts:
             seconds,
             [r.settled for r in rounds if r.settled is not None],
             loops=loops(response.ids),
+            drafted=[r.num_draft for r in rounds],
             **measured,
         )
 
@@ -116,6 +119,7 @@ class Mean:
 tau = Mean(lambda r: sum(r.accepted), lambda r: len(r.accepted), plus=1)
 tau_macro = Mean(lambda r: r.tau or 0, lambda r: bool(r.accepted))
 tokens_per_round = Mean(lambda r: (r.num_tokens - 1) * bool(r.accepted), lambda r: len(r.accepted))
+mean_drafted = Mean(lambda r: sum(r.drafted), lambda r: len(r.drafted))
 mean_passes = Mean(lambda r: sum(r.passes), lambda r: len(r.passes))
 # the clock starts when the first token is known, so that token is not counted
 tokens_per_second = Mean(lambda r: max(r.num_tokens - 1, 0) if r.seconds else 0, lambda r: r.seconds)
@@ -195,7 +199,7 @@ def conditional(responses: Sequence[Counts]) -> tuple[list[float | None], list[i
 def settled(responses: Sequence[Counts]) -> list[float] | None:
     """Share of blocks that no pass after K changed, for K = 0 … G."""
     last = [s for r in responses for s in r.settled]
-    num_draft = max((r.num_draft for r in responses), default=0)
+    num_draft = max([*last, *(r.num_draft for r in responses)], default=0)  # a cut draft may settle beyond its end
     return [sum(s <= K for s in last) / len(last) for K in range(num_draft + 1)] if last else None
 
 
@@ -247,6 +251,7 @@ def summary(groups: Sequence, baseline: Sequence | None = None, timed: Sequence 
         "conditional": shares,
         "conditional_count": reached,
         "longest": max((a for r in responses for a in r.accepted), default=None),
+        "drafted": mean_drafted(responses),
         "passes_used": mean_passes(responses),
         "settled": settled(responses),
         **probed(responses),

@@ -22,9 +22,10 @@ from xpress.client import Tokens
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.features import feature_scale
-from xpress.heads import CorrectionHead
+from xpress.heads import ConfidenceHead, CorrectionHead
+from xpress.heads.confidence import beside
 from xpress.kernels import Screen
-from xpress.loss import Term
+from xpress.loss import CONFIDENCE, Term
 from xpress.recipe import TrainSettings
 from xpress.static import SIZES
 from xpress.target import Target
@@ -186,9 +187,10 @@ def make_terms(section: dict) -> list[Term]:
     """The terms of an objective; those of 0 rounds or of weight 0 throughout are left out.
 
     rounds, anchor, loss and decay beside `terms` are values that terms refer to, so that one key changes them all.
-    Raises ValueError for a value that no term has, for a loss that is all zero, and where no term is left.
+    `confidence` is the weight of a confidence head's term, which counts tokens as the term with feed gold does; absent
+    or 0: none. Raises ValueError for a value that no term has, for a loss that is all zero, and where no term is left.
     """
-    refuse_unknown("objective", section, {"terms", *TERM_VALUES})
+    refuse_unknown("objective", section, {"terms", CONFIDENCE, *TERM_VALUES})
     terms = []
     for term in section["terms"]:
         refuse_unknown("objective.terms", term, {field.name for field in dataclasses.fields(Term)})
@@ -206,7 +208,33 @@ def make_terms(section: dict) -> list[Term]:
             )
     if not terms:
         raise ValueError("objective: no term is left, all have weight 0 or no rounds; nothing would be trained")
+    weight = section.get(CONFIDENCE) or 0
+    gold = [term for term in terms if term.feed == "gold"]
+    if any(weight if isinstance(weight, list) else [weight]):
+        if not gold:
+            raise ValueError(
+                f"objective.confidence={weight}: it is trained on what the term with feed gold would have accepted, "
+                "and there is none; add one, or objective.confidence=0"
+            )
+        terms.append(Term(CONFIDENCE, CONFIDENCE, weight, loss={}, decay=gold[0].decay))
     return terms
+
+
+def make_confidence(terms: list[Term], head, drafter: DFlashDrafter) -> ConfidenceHead | None:
+    """A fresh confidence head where the objective trains one."""
+    return beside(head, drafter.config.hidden_size) if any(term.feed == CONFIDENCE for term in terms) else None
+
+
+def left_behind(init: str, target, head=None, confidence=None) -> str | None:
+    """What to say of heads beside the drafter in the checkpoint that `drafter.init` names: a run takes over none of
+    them. head, confidence: its own. None where there are none."""
+    parts = lambda one, other: [n for n, x in (("head", one), ("confidence head", other)) if x is not None]  # noqa: E731
+    found = interop.plan(find(init), target)
+    left, fresh = parts(found.head, found.confidence), parts(head, confidence)
+    if not left:
+        return None
+    says = f"a new {' and a new '.join(fresh)} will be trained" if fresh else "the drafter alone will be trained"
+    return f"drafter.init={init}: the {' and the '.join(left)} beside the drafter will not be used; {says}"
 
 
 def check_room(out: Path, trainee):

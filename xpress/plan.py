@@ -19,7 +19,8 @@ from xpress.attention import MAX_SCORES
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.footprint import Work, moments, peak, saved_by, widths
-from xpress.loss import Term
+from xpress.heads.confidence import beside
+from xpress.loss import CONFIDENCE, Term
 from xpress.recipe import TrainSettings
 from xpress.trainee import CHUNK
 
@@ -169,6 +170,8 @@ def plan(
     if head is not None:
         counted, rank = sum(weight.numel() for weight in head.parameters()), head.readout.in_features
         maps = sum(w.numel() for w in head.parameters() if w.dim() == 2 and w.shape[0] in (config.vocab_size, V))
+        if any(term.feed == CONFIDENCE for term in terms):
+            counted += sum(weight.numel() for weight in beside(head, D).parameters())
         block, sweeps = saved_by(head, D, B), head_flops(head, D, B, train)
     reduced = config.draft_ids is not None
     vocabulary = target.embedding + target.lm_head

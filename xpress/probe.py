@@ -1,7 +1,7 @@
 """What no clock sees: where the target's token stands among the base logits, and what acceptance was to be expected.
 
 All sums run over rounds and are additive. Of draft token k only rounds count that accepted all tokens before it, since
-the target judges k under the draft's own prefix.
+the target judges k under the draft's own prefix, and of drafts that are cut only tokens that were verified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NOWHERE = torch.iinfo(torch.long).max
 class Probe:
     """`observe` for decode_batch. For each row, sums by draft token:
 
-    reached    rounds that accepted all tokens before it; rounds: all of them; accepted: of the reached, the accepted
+    reached    rounds that accepted all tokens before it; rounds: all that verified it; accepted: of the reached, how
+               many it was accepted in
     recall[k]  reached rounds whose target token is among the k largest base logits (never outside a draft vocabulary)
     mean       rank of the refined token in the base logits, from 1; first: how often it is 1
     expected   acceptance that the rule promises: Σ_x min(p, q) under rejection, p of the draft token under match
@@ -36,19 +37,23 @@ class Probe:
             return
         block, slots = draft.block, torch.arange(G, device=scores.device)
         accepted = verdict.num_accepted.to(scores.device)[:, None]
-        reached = slots <= accepted
-        base = at_least_fp32(block.base_logits())
+        judged = torch.ones_like(draft.ids, dtype=torch.bool) if draft.kept is None else draft.verified
+        reached = judged & (slots <= accepted)
+        base = at_least_fp32(block.base_logits(0, G))
         wanted, drafted = rank(block, base, argmax(scores[:, :G])), rank(block, base, draft.ids)
-        found = {"reached": reached, "rounds": torch.ones_like(reached), "accepted": slots < accepted}
+        found = {"reached": reached, "rounds": judged, "accepted": slots < accepted}
         found |= {("recall", k): reached & (wanted <= k) for k in RECALL}
-        found |= {"mean": drafted, "first": drafted == 1}
+        found |= {"mean": drafted * judged, "first": judged & (drafted == 1)}
         if not self.sampling.greedy:
             p = self.sampling.adjust(scores[:, :G]).softmax(-1)
             q = draft.q()
             promised = p.gather(-1, draft.ids[..., None])[..., 0] if q is None else torch.minimum(p, q).sum(-1)
             found["expected"] = promised * reached
         for key, value in found.items():
-            for row, own in zip(rows, value.double()):
+            whole = torch.nn.functional.pad(
+                value.double(), (0, block.num_draft - G)
+            )  # drafts that were cut are shorter
+            for row, own in zip(rows, whole):
                 sums = self.sums[row]
                 sums[key] = sums[key] + own if key in sums else own
 

@@ -20,12 +20,13 @@ from xpress.decode import decode_batch
 from xpress.drafter import DFlashDrafter
 from xpress.drafter_config import DrafterConfig
 from xpress.gtest import fit, holm, homogeneity, smallest_distance
-from xpress.heads import MarkovHead, Refiner
+from xpress.heads import ConfidenceHead, MarkovHead, Refiner
+from xpress.lengths import ByConfidence, check_policy
 from xpress.refine import check_passes
 from xpress.sampling import Sampling
 from xpress.target import Target
 
-V, G, LENGTH = 6, 3, 5  # five tokens: the opening one, G drafted ones, and the bonus after G acceptances
+V, D, G, LENGTH = 6, 16, 3, 5  # five tokens: the opening one, G drafted ones, and the bonus after G acceptances
 PROMPT = [1, 4, 2]
 ALPHA, CHANCE = 1e-3, 0.99
 BATCH = 2048
@@ -37,7 +38,8 @@ MATCH = {"accept": "match"}
 @dataclass(frozen=True)
 class Case:
     """One way of speculating: head (None: the bare drafter), passes, layout, Sampling and, for a reduced draft
-    vocabulary, its target ids. Raises ValueError for a head, layout or passes that do not exist."""
+    vocabulary, its target ids; threshold: drafts are cut by a confidence head (None: full). Raises ValueError for a
+    head, layout or passes that do not exist, for a threshold outside [0, 1], and for one without a head."""
 
     name: str
     head: str | None = "refiner"
@@ -45,6 +47,7 @@ class Case:
     layout: str = "infill"
     sampling: Sampling = ONE
     draft_ids: tuple[int, ...] | None = None
+    threshold: float | None = None
 
     def __post_init__(self):
         check_passes(self.passes)
@@ -52,6 +55,10 @@ class Case:
             raise ValueError(f"head={self.head!r}: known heads are {', '.join(HEADS)}, or None")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r}: known layouts are {', '.join(LAYOUTS)}")
+        if self.threshold is not None:
+            check_policy("confidence", self.threshold)
+            if self.head is None:
+                raise ValueError(f"threshold={self.threshold}: the confidence head reads a head's rows; give one")
         if self.sampling.greedy:
             raise ValueError("temperature=0: greedy output is checked token for token, not by its distribution")
 
@@ -70,6 +77,8 @@ CASES = (
     Case("top-k, top-p, T=1.2, auto", "markov", "auto", "next", SOME),
     Case("reduced vocabulary, K=1", draft_ids=(0, 1, 3, 4)),
     Case("reduced vocabulary, top-k, top-p", passes=2, layout="next", sampling=SOME, draft_ids=(1, 2, 3, 5)),
+    Case("cut by confidence, K=1", threshold=0.5),
+    Case("cut by confidence, auto, top-k", "markov", "auto", "next", SOME, threshold=0.5),
     Case("match, K=1", sampling=Sampling(1.0, **MATCH)),
     Case("match, markov, auto", "markov", "auto", "next", replace(SOME, **MATCH), (0, 1, 3, 4)),
 )
@@ -115,7 +124,8 @@ def check_sampling(
         rows += _against(name, None, exact[how], plain[how], None)
     for number, case in enumerate(cases, len(plain)):
         drafter, head = parts_of(target, case)
-        ids, accepted = run(number, case.name, case.sampling, drafter=drafter, head=head, passes=case.passes)
+        parts = {"drafter": drafter, "head": head, "passes": case.passes, "lengths": lengths_of(case, head)}
+        ids, accepted = run(number, case.name, case.sampling, **parts)
         how = replace(case.sampling, accept="rejection")
         rows += _against(case.name, accepted, exact[how], ids, plain[how])
     for row, adjusted in zip(rows, holm([row["p"] for row in rows])):
@@ -177,7 +187,7 @@ def draw(target, how: Sampling, seeds: range, tell, **parts) -> tuple[Tensor, fl
         for steps in decode_batch(target, [PROMPT] * len(part), **parts, **settings):
             for row, step in steps.items():
                 ids[row] += step.tokens
-                if step.num_draft:
+                if parts and step.num_draft is not None:
                     accepted, rounds = accepted + step.num_accepted, rounds + 1
         found.append(torch.tensor(ids))
         tell(number)
@@ -205,7 +215,7 @@ def small_target() -> Target:
     config = AutoConfig.for_model(
         "llama",
         vocab_size=V,
-        hidden_size=16,
+        hidden_size=D,
         intermediate_size=24,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -234,6 +244,14 @@ def parts_of(target: Target, case: Case) -> tuple[DFlashDrafter, nn.Module | Non
     with torch.no_grad():
         head.token_embed.weight.mul_(5)  # the tokens before a slot must matter, or every pass would have the same q
     return drafter, head.bind(target)
+
+
+def lengths_of(case: Case, head) -> ByConfidence | None:
+    """A random confidence head, of which the token before a slot decides much: cuts go by what was drafted."""
+    if case.threshold is None:
+        return None
+    rank = head.token_embed.embedding_dim
+    return ByConfidence(head, _scattered(3, 0.4, lambda: ConfidenceHead(D, rank)), case.threshold)
 
 
 def _scattered(seed: int, std: float, build: Callable[[], nn.Module]) -> nn.Module:

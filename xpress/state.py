@@ -59,13 +59,14 @@ def random_states() -> dict[str, Tensor]:
 
 def save(folder: Path, run, provenance: dict) -> None:
     """Write the state of `run` (train.Run) to `folder`. All processes call it together, one writes."""
-    weights = checkpoint.tensors_of(run.trainee.drafter, run.trainee.head)
+    drafter, head, confidence = run.trainee.drafter, run.trainee.head, run.trainee.confidence
+    weights = checkpoint.tensors_of(drafter, head, confidence)
     moments = moments_of(run.trainee, run.optimizer)
     states = gather_object([random_states()])
     if not run.accelerator.is_main_process:
         return
     with new_folder(folder) as temporary:
-        checkpoint.write(temporary, run.trainee.drafter, run.trainee.head, weights, provenance)
+        checkpoint.write(temporary, drafter, head, weights, provenance, confidence)
         save_file(moments, temporary / "optimizer.safetensors")
         flat = {f"{rank}.{kind}": s for rank, own in enumerate(states) for kind, s in own.items()}
         save_file(flat, temporary / "random.safetensors")
@@ -115,8 +116,9 @@ def load(folder: Path, run) -> None:
     """Weights, moments and random states of `folder` into `run`, whatever the number of processes. Nothing is changed
     where a file is missing or damaged."""
     found = interop.load(folder, dtype=next(run.trainee.drafter.parameters()).dtype)
-    parts = {"drafter": found.drafter} | ({"head": found.head} if found.head is not None else {})
-    tensors = {f"{part}.{name}": t for part, module in parts.items() for name, t in module.state_dict().items()}
+    parts = {"drafter": found.drafter, "head": found.head, "confidence": found.confidence}
+    there = {part: module for part, module in parts.items() if module is not None}
+    tensors = {f"{part}.{name}": t for part, module in there.items() for name, t in module.state_dict().items()}
     moments, states = (tensors_in(folder / f"{name}.safetensors") for name in ("optimizer", "random"))
     with torch.no_grad():
         for name, weight in run.trainee.named_parameters():

@@ -15,8 +15,19 @@ TIMES = {"draft": "drafter forward", "readout": "base readout", "refine": "refin
     "harness": "harness"
 }
 ROW = dict.fromkeys(
-    ("kind", "checkpoint", "head", "passes", "note", "tau", "tau_interval", "tau_macro", "tau_macro_interval")
-    + ("tau_without_loops", "loops", "tokens_per_round", "longest", "passes_used", "harness_share")
+    (
+        "kind",
+        "checkpoint",
+        "head",
+        "passes",
+        "threshold",
+        "note",
+        "tau",
+        "tau_interval",
+        "tau_macro",
+        "tau_macro_interval",
+    )
+    + ("tau_without_loops", "loops", "tokens_per_round", "longest", "drafted", "passes_used", "harness_share")
     + ("tokens_per_second", "speedup", "speedup_interval", "peak_memory", "rounds", "tokens", "responses", "lossless")
 )
 LISTS = ("histogram", "conditional", "conditional_count", "settled", "expected", "observed", "differences")
@@ -100,6 +111,11 @@ METRICS: dict[str, Metric] = {
         "tokens_per_round", "tokens/round", "tokens emitted by a round, cut at stop token and limit"
     ),
     "longest": _field("longest", "longest run", "most draft tokens accepted in one round", whole_number),
+    "drafted": Metric(
+        "drafted",
+        lambda row: NONE if row["kind"] == "ar" else number(row["drafted"]),
+        "draft tokens verified by a round, mean; less than a block's where drafts are cut by confidence",
+    ),
     "passes": Metric(
         "passes",
         lambda row: NONE if row["kind"] in ("ar", "bare", "drafter") else number(row["passes_used"]),
@@ -187,11 +203,14 @@ def heading(cell: dict) -> str:
 
 
 def main_table(cell: dict, metrics=None) -> Table:
-    """One row a method. K has a column of its own only where a label does not tell it."""
+    """One row a method. K has a column of its own only where a label does not tell it, and `drafted` where drafts are
+    cut."""
     names = chosen(metrics) if metrics is not None else list(DEFAULT)
     hidden = any(row["passes"] is not None and not GIVEN_K.search(row["label"]) for row in cell["methods"])
     if metrics is None and hidden:
         names = ["K", *names]
+    if metrics is None and any(row["threshold"] is not None for row in cell["methods"]):
+        names.insert(names.index("passes"), "drafted")
     table = Table(heading(cell), [("method", "left"), *((METRICS[name].title, "right") for name in names)])
     for row in cell["methods"]:
         shown = [METRICS[name].show(row) for name in names]

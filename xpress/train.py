@@ -54,7 +54,7 @@ class Run:
         self.out, self.rows, self.source, self.settings = Path(out), rows, source, settings
         self.held_out = list(held_out)
         self.accelerator = make_accelerator(settings.precision, torch.device(device).type == "cpu")
-        head = list(trainee.head.parameters()) if trainee.head is not None else []
+        head = [w for part in (trainee.head, trainee.confidence) if part is not None for w in part.parameters()]
         groups = [{"params": head, "scale": 1.0}] if head else []
         if settings.train_drafter:
             groups.append({"params": list(trainee.drafter.parameters()), "scale": settings.drafter_lr_scale})
@@ -277,9 +277,10 @@ class Run:
         if resumable:
             state.save(self.out / name, self, provenance)
             return
-        tensors = checkpoint.tensors_of(self.trainee.drafter, self.trainee.head)
+        drafter, head, confidence = self.trainee.drafter, self.trainee.head, self.trainee.confidence
+        tensors = checkpoint.tensors_of(drafter, head, confidence)
         if self.accelerator.is_main_process:
-            checkpoint.save(self.out / name, self.trainee.drafter, self.trainee.head, provenance, tensors)
+            checkpoint.save(self.out / name, drafter, head, provenance, tensors, confidence)
             if name.startswith("best-"):
                 state.prune(self.out, "best-*", keep=1)
 

@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from xpress.anchors import Anchors, Batch
-from xpress.loss import Logits, Pass, Rows, Term, Vocabulary, attach, token_loss
+from xpress.heads.confidence import rows_of
+from xpress.loss import CONFIDENCE, Logits, Pass, Rows, Term, Vocabulary, attach, token_loss
 from xpress.refine import sweep
+from xpress.sampling import at_least_fp32
 from xpress.target import Features
 
 CHUNK = (1 << 22, 1 << 26)  # logits of one tensor at a time, on the CPU and on a GPU
@@ -33,12 +36,22 @@ class Outcome(NamedTuple):
 
 
 class Trainee(nn.Module):
-    """Drafter, head (or None) and objective as one module. `chunk`: rows of the vocabulary-wide loss at a time; None:
+    """Drafter, head (or None) and objective as one module. confidence: the head of the objective's confidence term,
+    None where it has none. `chunk`: rows of the vocabulary-wide loss at a time; None:
     what makes a few tens of MB of logits on the CPU, a few hundred on a GPU."""
 
-    def __init__(self, drafter, head, terms: list[Term], train_drafter: bool = True, chunk: int | None = None):
+    def __init__(
+        self, drafter, head, terms: list[Term], train_drafter: bool = True, chunk: int | None = None, confidence=None
+    ):
         super().__init__()
         feeds = [term.feed for term in terms]
+        if (CONFIDENCE in feeds) != (confidence is not None):
+            raise ValueError("objective: a confidence head and a confidence term belong together; give both or none")
+        if confidence is not None and "gold" not in feeds:
+            raise ValueError(
+                "objective.confidence: it is trained on what the term with feed gold would have accepted, and there is "
+                "none; add one, or objective.confidence=0"
+            )
         if not terms or len(set(feeds)) < len(feeds):
             raise ValueError("objective: give at least one term, and each feed (none, gold, self) at most once")
         if head is None and set(feeds) != {"none"}:
@@ -48,7 +61,7 @@ class Trainee(nn.Module):
         if not train_drafter and head is None:
             raise ValueError("train_drafter=false leaves nothing to train; choose a head and a term that feeds it")
         self.drafter, self.head, self.terms, self.chunk = drafter, head, terms, chunk
-        self.train_drafter, self.token_loss = train_drafter, token_loss
+        self.train_drafter, self.token_loss, self.confidence = train_drafter, token_loss, confidence
         self.drafter.requires_grad_(train_drafter)
 
     def forward(self, batch: Batch, anchors: Anchors, features: Features, log_norm, scale=None, passes: int = 0):
@@ -67,14 +80,30 @@ class Trainee(nn.Module):
         per_term = [[i for i, owner in enumerate(owners) if owner == t] for t in range(len(self.terms))]
         rounds = [i for i, tensor in enumerate(tensors) if tensor.feed == "self" and owners[i] is not None]
         drafts = {"drafter": found.drafts[0]} | ({"head": found.drafts[-1]} if len(found.drafts) > 1 else {})
+        sums = torch.stack([found.sums[pick].sum() for pick in per_term])
+        if self.confidence is not None:
+            t = [term.feed for term in self.terms].index(CONFIDENCE)
+            own = (weights[t] * self._surprise(block, labels, found.accepted.view_as(labels))).sum()
+            total = total + own * (1.0 if scale is None else float(scale[t]))
+            sums[t] = own.detach()
         accepted = {name: leading((ids.view_as(labels) == labels) & mask) for name, ids in drafts.items()}
         return Outcome(
-            torch.stack([found.sums[pick].sum() for pick in per_term]),
+            sums,
             weights.sum((1, 2)),
             total,
             found.sums[rounds] * max(1, len(rounds)),
             accepted,
         )
+
+    def _surprise(self, block, labels: Tensor, accepted: Tensor) -> Tensor:
+        """BCE [N,G] of c_k, under the data's tokens, against how likely token k of the gold pass is to be accepted. The
+        gradient goes into hidden states and rows too, as in DSpark; none comes from what is predicted."""
+        rows = rows_of(self.head) if self.confidence.rank else None
+        with torch.autocast(block.hidden.device.type, enabled=False):
+            prev = block.rows(block.prev_ids(labels))
+            logits = self.confidence.logits(block.rows(block.hidden), rows and rows(prev))
+            logits = at_least_fp32(logits)
+            return binary_cross_entropy_with_logits(logits, accepted.to(logits.dtype), reduction="none")
 
     def compile_parts(self):
         """torch.compile where elementwise work dominates and shapes are simple: the token loss, the drafter's MLPs."""
@@ -146,7 +175,8 @@ class Trainee(nn.Module):
 
         with torch.autocast(kind, enabled=False):
             vocabulary = Vocabulary(self.drafter.lm_rows, readout, self.drafter.draft_ids)
-            found = Pass(rows, vocabulary, tensors, self.train_drafter, slope, self.token_loss)
+            judge = self.confidence is not None
+            found = Pass(rows, vocabulary, tensors, self.train_drafter, slope, self.token_loss, judge)
             found.run(latents_of, size * block.num_draft)
             total = attach(found, rows.hidden, readout, [torch.cat(latents) for latents in made if latents])
         return found, total

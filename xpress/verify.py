@@ -4,6 +4,9 @@ temperature 0   the longest prefix that equals the target's argmax, then the tar
 rejection       accept token x_k with probability min(1, p_k(x_k) / q_k(x_k)); at the first rejection draw from the
                 positive part of p_k − q_k; after G acceptances draw from p_{G+1}   (arXiv 2211.17192)
 match           draw the target's token at every row; accept while the draft equals it
+
+Of a draft that was cut (Draft.kept) no more is accepted than was kept, and after all of it the bonus comes from the
+target's next row as it is: the first token of the rest has q = 0 everywhere, so it is rejected and p − q is p.
 """
 
 from __future__ import annotations
@@ -29,14 +32,14 @@ class Verdict:
 def verify(draft: Draft, scores: Tensor, sampling: Sampling = GREEDY, noise: Noise | None = None) -> Verdict:
     """scores [N,G+1,V]: target logits, row k − 1 for draft token k -> Verdict."""
     if sampling.greedy:
-        return accept_matching(draft.ids, argmax(scores))
+        return accept_matching(draft.proposed(), argmax(scores))
     num_rows = scores.shape[1]
     p = sampling.adjust(scores).softmax(-1)
     if draft.drawn is None:
-        return accept_matching(draft.ids, sample(p, noise.uniform(TARGET, num_rows, p.device)))
+        return accept_matching(draft.proposed(), sample(p, noise.uniform(TARGET, num_rows, p.device)))
     u, v = (noise.uniform(stream, num_rows, p.device) for stream in (ACCEPT, TARGET))
     if isinstance(draft.drawn, Redrawn):
-        return _accept(draft.ids, draft.drawn.of_tokens(), draft.q_row, p, u[:, :-1], v)
+        return _accept(draft.ids, draft.q_of_tokens(), draft.q_row, p, u[:, :-1], v)
     return accept_by_rejection(draft.ids, draft.q(), p, u[:, :-1], v)
 
 

@@ -16,8 +16,26 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.rank = rank
         self.proj = nn.Linear(hidden_size + rank, 1)
+        nn.init.normal_(self.proj.weight, std=0.02)
+        nn.init.zeros_(self.proj.bias)
+
+    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """hidden [...,D], rows of the Markov head's token_embed at prev_ids [...,R] -> what sigmoid makes c of [...]"""
+        inputs = torch.cat([hidden, rows.to(hidden.dtype)], -1) if self.rank else hidden
+        return self.proj(inputs.to(self.proj.weight.dtype)).squeeze(-1)
 
     def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """hidden [...,D], rows of the Markov head's token_embed at prev_ids [...,R] -> probabilities [...]"""
-        inputs = torch.cat([hidden, rows.to(hidden.dtype)], -1) if self.rank else hidden
-        return torch.sigmoid(self.proj(inputs.to(self.proj.weight.dtype)).squeeze(-1))
+        """The same inputs -> probabilities [...]"""
+        return torch.sigmoid(self.logits(hidden, rows))
+
+
+def rows_of(head: nn.Module | None) -> nn.Embedding | None:
+    """The table whose rows a confidence head may read: token_embed of a head that has one."""
+    rows = getattr(head, "token_embed", None)
+    return rows if isinstance(rows, nn.Embedding) else None
+
+
+def beside(head: nn.Module | None, hidden_size: int) -> ConfidenceHead:
+    """A fresh confidence head for a correction head: it reads that one's rows, where there are any."""
+    rows = rows_of(head)
+    return ConfidenceHead(hidden_size, 0 if rows is None else rows.embedding_dim)
