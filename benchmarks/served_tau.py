@@ -124,8 +124,7 @@ def main(argv=None) -> int:
         ],
     )
     print(f"answers whose every round is equal: {row['equal_rounds']} of {row['equal']}")
-    protocol = {"bench": args.bench, "tokens": args.tokens, "dtype": args.dtype, "checkpoint": args.checkpoint}
-    protocol["mend"] = args.mend
+    protocol = {name: getattr(args, name) for name in ("bench", "tokens", "dtype", "checkpoint", "mend")}
     line = json.dumps({"benchmark": "served_tau", "protocol": protocol | measure.machine(), **row})
     if args.json:
         write_text(args.json, line + "\n")
