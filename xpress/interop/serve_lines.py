@@ -48,6 +48,11 @@ NOTES = {  # what an engine needs or cannot do, and the source
         "Drafts are greedy at any temperature unless `draft_sample_method` is `probabilistic`.",
         "vllm/config/speculative.py",
     ),
+    "k_norm": (
+        "On a CPU the context's keys of every layer are normed by the first layer's `k_norm`: the same text, tau moves "
+        "in the second decimal.",
+        "vllm/model_executor/models/qwen3_dflash.py, _normalize_context_k; run",
+    ),
     "reduced": (
         "A reduced draft vocabulary is read from `d2t` and its rows of `lm_head`, which are written with target=.",
         "vllm/model_executor/models/qwen3_dflash.py, qwen3_dspark.py; run for dFlash",
@@ -165,7 +170,7 @@ CASES = (
         "zlab",
         _ALONE,
         INFILL.name,
-        Way(RUN, _VLLM["dflash"], ("method", "length", "greedy", "reduced")),
+        Way(RUN, _VLLM["dflash"], ("method", "length", "greedy", "k_norm", "reduced")),
         Way(READ, DFLASH, ("device", "sgl_greedy", "skipped")),
     ),
     Case(
@@ -193,7 +198,7 @@ CASES = (
         Way(NO_RUN, _VLLM["xpress"], ("patch", "xpress")),
         Way(NO_READ, None, ("no_xpress",)),
     ),
-    Case("speculators", _ALONE, INFILL.name, Way(RUN, OWN, ("target", "greedy", "reduced")), _NO_SPECULATORS),
+    Case("speculators", _ALONE, INFILL.name, Way(RUN, OWN, ("target", "greedy", "k_norm", "reduced")), _NO_SPECULATORS),
     Case("speculators", _ALONE, NEXT.name, Way(NO_READ, None, ("anchor",)), _NO_SPECULATORS),
     Case(
         "speculators",
