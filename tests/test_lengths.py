@@ -253,7 +253,7 @@ def test_only_tokens_that_were_verified_are_probed(target, how):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """Checkpoints of a Markov head and a refiner with a confidence head beside it, and of a head without one."""
-    at = tmp_path_factory.mktemp("world")
+    at = tmp_path_factory.mktemp("cut")
     target, about = saved_target(at / "llama", num_hidden_layers=3)
     for name, kind, with_confidence in (
         ("markov", "markov", True),
