@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job from nothing, on two CPU cores in under 20 minutes: get the target, regenerate responses to the shipped
+# The main job from nothing, on two CPU cores in about 25 minutes: get the target, regenerate responses to the shipped
 # training prompts, train a dFlash drafter and an XPress head, measure tau on held-out prompts.
 # Run again after an interruption, it goes on where it was; remove outputs/quickstart to start afresh.
 # TARGET=<folder or hub id> takes another target than the embedded one (then also give MASK_TOKEN_ID).
