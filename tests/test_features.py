@@ -305,8 +305,13 @@ def test_opening_reads_no_more_than_what_is_asked_for(tmp_path, target):
     batch, before = collate(rows[:1], 99), memory_in_use()
     assert cache(batch)[0].hidden.sum() == 640
     assert memory_in_use() - before < 10 << 20
-    whole = load_file(cache._path(0))["hidden"].clone()
-    assert memory_in_use() - before > whole.nbytes  # the count sees a file that is read
+
+    def whole() -> int:
+        start, read = memory_in_use(), load_file(cache._path(0))["hidden"].clone()
+        return memory_in_use() - start - read.nbytes
+
+    # the count sees a file that is read; where memory is short the system takes back other pages meanwhile, so thrice
+    assert max(whole() for _ in range(3)) >= 0
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------
