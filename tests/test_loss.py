@@ -1,5 +1,6 @@
 """The chunked loss is the plain loss, in value and gradient, at any size, keeping nothing of the vocabulary's size."""
 
+import importlib
 import math
 from dataclasses import replace
 
@@ -44,6 +45,18 @@ def chunked_loss(rows, vocabulary, latents, mix, chunk=128, factors=None) -> tup
     found.run(lambda i, fed, part: latents[i - 1, part].detach(), chunk)
     counted = [latent for latent, tensor in zip(latents, tensors[1:]) if len(latent) and (tensor.ce or tensor.l1)]
     return attach(found, rows.hidden, vocabulary.readout, counted), found.sums
+
+
+def test_the_target_is_asked_where_a_loss_reads_it(monkeypatch):
+    """CE knows the data's tokens alone: a drafter that is trained on it costs no second readout."""
+    asked = []
+    module = importlib.import_module("xpress.loss")
+    probs = module.target_probs
+    monkeypatch.setattr(module, "target_probs", lambda *args: asked.append(1) or probs(*args))
+    for mix, times in (([(1.0, 0.0)] * 2, 0), ([(1.0, 0.0), (0.1, 0.9)], 2)):
+        rows, vocabulary, latents, _ = make(5)
+        chunked_loss(rows, vocabulary, latents, mix, chunk=3)
+        assert sum(asked) == times
 
 
 def plain_loss(rows, vocabulary, latents, head, mix) -> torch.Tensor:

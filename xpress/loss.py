@@ -114,8 +114,8 @@ class Logits:
 
 
 def token_loss(z: Tensor, top: Tensor, label: Tensor, inside: Tensor, p: Tensor, ce, l1, slope: bool):
-    """Rows z [n,V_draft], the largest of each at top [n], p of the target, weights ce and l1 [n] or None
-    -> Σ ce·CE + l1·‖softmax z − p‖₁, and with `slope` its gradient, else None:
+    """Rows z [n,V_draft], the largest of each at top [n], p of the target (not read without l1), weights ce and l1 [n]
+    or None -> Σ ce·CE + l1·‖softmax z − p‖₁, and with `slope` its gradient, else None:
 
         ∂/∂z = ce·(q − onehot) + l1·q⊙(s − Σ q s),  s = sign(q − p), sign 0 = 0
 
@@ -185,6 +185,7 @@ class Pass:
             raise ValueError("a reduced draft vocabulary needs log_norm: p_target is normalised over the whole one")
         self.rows, self.vocabulary, self.tensors, self.slope = rows, vocabulary, tensors, slope
         self.token_loss, self.judge, self.accepted = token_loss, judge, []
+        self.asks_target = judge or any(tensor.l1 for tensor in tensors)  # CE alone knows the data's tokens
         wide = torch.promote_types(rows.hidden.dtype, torch.float32)
         self.sums = torch.zeros(len(tensors), dtype=wide, device=rows.hidden.device)
         self.drafts: list = [[] for _ in tensors]
@@ -210,7 +211,7 @@ class Pass:
         label, inside = self.vocabulary.labels(rows.labels[part])
         base = at_least_fp32(F.linear(rows.hidden[part].to(lm_rows.dtype), lm_rows))
         log_norm = None if rows.log_norm is None else rows.log_norm[part]
-        p = target_probs(rows.last[part], log_norm, lm_rows).to(base.dtype)
+        p = target_probs(rows.last[part], log_norm, lm_rows).to(base.dtype) if self.asks_target else None
         ids = d_base = None
         for i, tensor in enumerate(self.tensors):
             latent, z = None, base
