@@ -263,8 +263,7 @@ def test_domino_drafts_what_its_publication_drafts(target, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dspark-vanilla", "domino"])
-def test_a_next_token_checkpoint_trains_here(tmp_path, name):
-    target = make_target("llama")  # training captures by hook, which other tests of the shared one would meet
+def test_a_next_token_checkpoint_trains_here(target, tmp_path, name):
     found = load(MAKERS[name][1](tmp_path / "c", target), target)
     assert found.drafter.config.layout == "next"
     before = {key: t.clone() for key, t in found.head.state_dict().items()}
