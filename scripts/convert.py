@@ -10,46 +10,28 @@ folder of the dFlash drafter that it started from. drop: leave out head or confi
 
 import sys
 
-KEYS = ("format", "target", "dtype", "drafter", "drop")
+from xpress import interop, parts
+from xpress.arguments import CONVERSION, arguments, conversion
+from xpress.interop import matrix
 
-
-def arguments(words: list[str]) -> tuple[list[str], dict]:
-    """-> places, settings. Raises ValueError for a key that is not known or given twice."""
-    places = [word for word in words if word.partition("=")[0] not in KEYS]
-    pairs = [word.partition("=")[::2] for word in words if word not in places]
-    settings = dict(pairs)
-    if len(settings) < len(pairs) or "" in settings.values():
-        raise ValueError(f"give each of {', '.join(KEYS)} once, with a value")
-    if places != ["matrix"] and (len(places) != 2 or "format" not in settings):
-        raise ValueError(
-            f"give SRC DST format=<name>, or matrix; settings are {', '.join(KEYS)}; got {' '.join(words)}"
-        )
-    return places, settings
+KEYS = ("format", *CONVERSION)
 
 
 def main(words: list[str]):
     if not words or {"-h", "--help"} & set(words):
         return print(__doc__)
+    if [word.removeprefix("--") for word in words] == ["matrix"]:
+        rows = matrix.measure()
+        print(matrix.table(rows))
+        sys.exit("error: a format FAILED" if any(row.failed for row in rows) else None)
     try:
-        places, settings = arguments([word.removeprefix("--") for word in words])
-        from xpress import interop, parts
-        from xpress.interop import matrix
-
-        if places == ["matrix"]:
-            rows = matrix.measure()
-            print(matrix.table(rows))
-            sys.exit("error: a format FAILED" if any(row.failed for row in rows) else None)
-        target = None
-        if name := settings.get("target"):
-            target = parts.make_target({"name": name}, "cpu", settings.get("dtype"))
-        drop = settings["drop"].split(",") if "drop" in settings else ()
-        source, destination = parts.find(places[0]), places[1]
-        drafter = parts.find(settings.get("drafter"))
-        record = interop.convert(source, destination, settings["format"], target, drafter, drop)
+        (source, destination), settings = arguments(words, KEYS, "SRC DST format=<name>, or matrix")
+        if "format" not in settings:
+            raise ValueError(f"format: give one of {', '.join(interop.FORMATS)}")
+        record = interop.convert(parts.find(source), destination, settings["format"], **conversion(settings))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    about = interop.FORMATS[record["source"]["format"]].ABOUT
-    print(f"{places[0]}: {about}, sha256 {record['source']['sha256'][:16]}")
+    print(f"{source}: {interop.FORMATS[record['source']['format']].ABOUT}, sha256 {record['source']['sha256'][:16]}")
     print(f"{destination}: {interop.FORMATS[record['written']].ABOUT}")
     for line in [*record["notes"], *record["left_out"]]:
         print(f"  {line}")

@@ -11,44 +11,22 @@ convert.py. The token is huggingface_hub's own (`hf auth login`, or HF_TOKEN).
 
 import sys
 
+from xpress import parts, push_to_hub
+from xpress.arguments import CONVERSION, arguments, conversion
+
 PLAIN = ("format", "results", "license", "base_model", "folder")
-KEYS = (*PLAIN, "private", "target", "dtype", "drafter", "drop")
-
-
-def arguments(words: list[str]) -> tuple[list[str], dict]:
-    """-> checkpoint and repository, settings. Raises ValueError for a key that is not known or given twice."""
-    pairs = [word.partition("=")[::2] for word in words if "=" in word]
-    places, settings = [word for word in words if "=" not in word], dict(pairs)
-    unknown = sorted(set(settings) - set(KEYS))
-    if unknown or len(settings) < len(pairs) or "" in settings.values():
-        said = f"unknown key {unknown[0]}; " if unknown else ""
-        raise ValueError(f"{said}give each of {', '.join(KEYS)} once at most, with a value")
-    if len(places) != 2:
-        raise ValueError(f"give CHECKPOINT owner/name, then settings; got {' '.join(words)}")
-    if settings.get("private", "false") not in ("true", "false"):
-        raise ValueError(f"private={settings['private']}: give true or false")
-    return places, {key: value for key, value in settings.items() if value != "null"}
 
 
 def main(words: list[str]):
     if not words or {"-h", "--help"} & set(words):
         return print(__doc__)
     try:
-        (source, repo_id), settings = arguments([word.removeprefix("--") for word in words])
-        from xpress import parts, push_to_hub
-
-        target = None
-        if name := settings.get("target"):
-            target = parts.make_target({"name": name}, "cpu", settings.get("dtype"))
-        made = push_to_hub(
-            parts.find(source),
-            repo_id,
-            private=settings.get("private") == "true",
-            target=target,
-            drafter=parts.find(settings.get("drafter")),
-            drop=settings["drop"].split(",") if "drop" in settings else (),
-            **{key: settings[key] for key in PLAIN if key in settings},
-        )
+        (source, repo_id), settings = arguments(words, (*PLAIN, "private", *CONVERSION), "CHECKPOINT owner/name")
+        private = settings.get("private", "false")
+        if private not in ("true", "false"):
+            raise ValueError(f"private={private}: give true or false")
+        plain = {key: settings[key] for key in PLAIN if key in settings}
+        made = push_to_hub(parts.find(source), repo_id, private=private == "true", **conversion(settings), **plain)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{source}: written to {made}" if "folder" in settings else f"{source}: published at {made}")

@@ -308,7 +308,7 @@ def test_the_script_takes_the_same_settings(target, tmp_path, capsys):
     main([str(source), ID, f"folder={tmp_path / 'out'}", "license=apache-2.0", "format=null", "private=false"])
     assert "written to" in capsys.readouterr().out and "license: apache-2.0" in text_of(tmp_path / "out")
     for words, said in (
-        ([str(source), ID, "lisence=mit"], "unknown key lisence"),
+        ([str(source), ID, "lisence=mit"], "no setting is named lisence"),
         ([str(source), "format=zlab"], "give CHECKPOINT owner/name"),
         ([str(source), ID, "private=yes"], "private=yes"),
         ([str(source), "name", f"folder={tmp_path / 'b'}"], "repo_id='name'"),

@@ -24,7 +24,8 @@ FLOORS = [
     + ["tables", "report", "results", "journal", "style", "curves", "panels", "figures", "markdown", "card", "hub"]
     + ["track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
     + ["launch", "footprint", "plan", "train"],
-    ["parts", "planning", "measuring", "replay", "replay_record", "replay_screen", "replay_page", "build", "serve"]
+    ["parts", "arguments", "planning", "measuring", "replay", "replay_record", "replay_screen", "replay_page"]
+    + ["build", "serve"]
     + [""],  # the package's own __init__
 ]
 ORDER = {name: place for place, name in enumerate(name for floor in FLOORS for name in floor)}

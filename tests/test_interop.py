@@ -3,6 +3,7 @@
 import json
 import runpy
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -262,8 +263,7 @@ def test_domino_drafts_what_its_publication_drafts(target, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dspark-vanilla", "domino"])
-def test_a_next_token_checkpoint_trains_here(tmp_path, name):
-    target = make_target("llama")  # training captures by hook, which other tests of the shared one would meet
+def test_a_next_token_checkpoint_trains_here(target, tmp_path, name):
     found = load(MAKERS[name][1](tmp_path / "c", target), target)
     assert found.drafter.config.layout == "next"
     before = {key: t.clone() for key, t in found.head.state_dict().items()}
@@ -380,6 +380,41 @@ def test_a_failing_conversion_leaves_nothing(target, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.parametrize("make, asked", [(zlab, 1), (research, 2)])
+def test_a_hub_id_is_downloaded_without_what_is_not_needed(target, tmp_path, monkeypatch, capsys, make, asked):
+    """Weights and configs alone; a research file where there are no others, since it would double the download."""
+    repository, copies = tmp_path / "there", []
+    make(repository, target)
+    if make is zlab:
+        (repository / "refiner_cotrain.pt").write_bytes(b"large")
+    (repository / "README.md").write_text("a card")
+
+    def snapshot_download(repo_id, allow_patterns):
+        copies.append(tmp_path / f"copy-{len(copies)}")
+        copies[-1].mkdir()
+        for file in repository.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                (copies[-1] / file.name).write_bytes(file.read_bytes())
+        assert repo_id == "someone/drafter"
+        return str(copies[-1])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    found = load("someone/drafter", target)
+    assert f"someone/drafter: {FORMATS[found.format].ABOUT}" in capsys.readouterr().err
+    assert tokens(target, found).ids == plain(target, PROMPT, 16) and len(copies) == asked
+    kept = {file.name for file in copies[-1].iterdir()}
+    assert kept == {"config.json", "model.safetensors" if make is zlab else "refiner_cotrain.pt"}
+
+
+def test_a_hub_that_cannot_be_read_is_named(target, monkeypatch):
+    def snapshot_download(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(FileNotFoundError, match="checkpoint=someone/drafter: .*hub cannot be read .ConnectionError"):
+        load("someone/drafter", target)
+
+
 @pytest.fixture
 def script(capsys):
     """scripts/convert.py in this process -> its exit status or message, what it printed."""
@@ -403,8 +438,8 @@ def test_the_script_converts(script, target, tmp_path):
     for words, said in (
         ([folder, tmp_path / "out", "format=ours"], "exists; give another name"),
         ([folder, tmp_path / "new", "format=zlab"], "drop=head leaves the head out"),
-        ([folder, tmp_path / "new", "format=zlab", "drop="], "once, with a value"),
-        ([folder, tmp_path / "new", "format=zlab", "fromat=ours"], "give SRC DST format="),
+        ([folder, tmp_path / "new", "format=zlab", "drop="], "once at most, with a value"),
+        ([folder, tmp_path / "new", "format=zlab", "fromat=ours"], "no setting is named fromat"),
         ([folder, "format=zlab"], "give SRC DST format="),
         ([folder, tmp_path / "new", "format=zlab", "target=nowhere"], "target=nowhere: no such folder"),
     ):

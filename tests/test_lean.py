@@ -218,6 +218,18 @@ def test_training_takes_the_modules_before_and_after_decoding():
         assert torch.equal(target.prefill([PROMPTS[0]], (0, L - 1))[1], decoded) and target.loop == "lean"
 
 
+def test_what_one_target_captures_keeps_another_from_nothing():
+    """Hooks of ours change nothing, so a second Target on the model runs the loop, and each has its own features."""
+    training = Target(model_of("llama"))
+    ids = torch.tensor([PROMPTS[0]])
+    seen = training.features(ids, torch.arange(ids.shape[1])[None], (1,)).hidden
+    other = Target(training.model, name="other", loop="lean")
+    assert other.loop == "lean" and plain(other, PROMPTS[0], 6) == plain(Target(model_of("llama")), PROMPTS[0], 6)
+    with torch.no_grad():
+        torch.testing.assert_close(other.prefill([PROMPTS[0]], (1,))[1], seen, rtol=0, atol=1e-12)
+    assert torch.equal(training.features(ids, torch.arange(ids.shape[1])[None], (1,)).hidden, seen)
+
+
 # --- the setting ----------------------------------------------------------------------------------------------------
 
 

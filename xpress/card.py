@@ -160,11 +160,11 @@ def _recipe(provenance: dict) -> Table:
 def _results(protocol: dict | None, cells: list[dict] | None, source: dict | None) -> str:
     if not cells:
         return f"Acceptance length and losslessness: {LACKING}."
+    where = ", on the weights that these were written from" if source else ""
     parts = [
         "tau is the mean number of tokens a round, the target's own included, over all rounds; intervals are 95 % "
+        f"bootstraps over prompts. Measured by `eval_tau.py`{where}."
     ]
-    parts[0] += "bootstraps over prompts. Measured by `eval_tau.py`"
-    parts[0] += ", on the weights that these were written from." if source else "."
     for cell in cells:
         table = tables.main_table(cell, COLUMNS)
         parts += [f"### {plain(table.title)}", render(table)]

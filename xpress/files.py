@@ -58,9 +58,7 @@ def new_folder(path: Path, replace: bool = True):
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        if (
-            path.exists() and replace
-        ):  # an older version of the same checkpoint: out of the way in one rename, then gone
+        if path.exists() and replace:  # an older version of the same: out of the way in one rename, then gone
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             path.rename(old)
             temporary.rename(path)

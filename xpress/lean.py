@@ -20,6 +20,18 @@ KINDS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwe
 SIDE_BY_SIDE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class Keeper:
+    """A forward hook that keeps a decoder layer's output in `kept` and changes nothing. The loop may pass it by, also
+    where it is another Target's on the same model."""
+
+    def __init__(self, kept: dict[int, Tensor], layer_id: int):
+        self.kept, self.layer_id = kept, layer_id
+
+    def __call__(self, module, args, output):
+        # a decoder layer returns its tensor in transformers 5, a tuple that begins with it before
+        self.kept[self.layer_id] = output if isinstance(output, Tensor) else output[0]
+
+
 def choose_loop(asked: str, model, name: str) -> str:
     """-> "lean" (what auto takes where it can be had), "plain" or "static". Raises ValueError for another setting, and
     where "lean" or "static" is asked for and cannot be had."""
@@ -57,7 +69,8 @@ def why_not(model) -> str | None:
     for path, module in body.named_modules():
         if type(module) not in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU) and type(module).__name__ not in own:
             return f"{path or 'its body'} is a {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        strange = any(not isinstance(hook, Keeper) for hook in module._forward_hooks.values())
+        if strange or module._forward_pre_hooks or "forward" in vars(module):
             return f"{path or 'its body'} has a hook or another forward"
     for layer in body.layers:
         for names in SIDE_BY_SIDE:

@@ -26,19 +26,8 @@ from xpress.stopping import Stops
 
 EVAL_KEYS = {"checkpoint", "target", "methods", "passes", "candidates", "bench", "data_dir", "samples", "turns"}
 EVAL_KEYS |= {"protocol", "max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
-EVAL_KEYS |= {
-    "length_policy",
-    "threshold",
-    "readout",
-    "device",
-    "rounds",
-    "batch_size",
-    "stop_strings",
-    "metrics",
-    "check",
-    "out",
-    "resume",
-}
+EVAL_KEYS |= {"readout", "device", "rounds", "batch_size", "stop_strings", "metrics", "check", "out", "resume"}
+EVAL_KEYS |= {"length_policy", "threshold"}
 KINDS = ("ar", "bare", "drafter", "head")
 PROTOCOLS = {
     "free": {},

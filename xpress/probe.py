@@ -10,6 +10,7 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from xpress.sampling import Sampling, argmax, at_least_fp32
 
@@ -50,9 +51,7 @@ class Probe:
             promised = p.gather(-1, draft.ids[..., None])[..., 0] if q is None else torch.minimum(p, q).sum(-1)
             found["expected"] = promised * reached
         for key, value in found.items():
-            whole = torch.nn.functional.pad(
-                value.double(), (0, block.num_draft - G)
-            )  # drafts that were cut are shorter
+            whole = pad(value.double(), (0, block.num_draft - G))  # drafts that were cut are shorter
             for row, own in zip(rows, whole):
                 sums = self.sums[row]
                 sums[key] = sums[key] + own if key in sums else own

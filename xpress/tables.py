@@ -15,18 +15,8 @@ TIMES = {"draft": "drafter forward", "readout": "base readout", "refine": "refin
     "harness": "harness"
 }
 ROW = dict.fromkeys(
-    (
-        "kind",
-        "checkpoint",
-        "head",
-        "passes",
-        "threshold",
-        "note",
-        "tau",
-        "tau_interval",
-        "tau_macro",
-        "tau_macro_interval",
-    )
+    ("kind", "checkpoint", "head", "passes", "threshold", "note")
+    + ("tau", "tau_interval", "tau_macro", "tau_macro_interval")
     + ("tau_without_loops", "loops", "tokens_per_round", "longest", "drafted", "passes_used", "harness_share")
     + ("tokens_per_second", "speedup", "speedup_interval", "peak_memory", "rounds", "tokens", "responses", "lossless")
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from xpress.lean import LeanBody, choose_loop
+from xpress.lean import Keeper, LeanBody, choose_loop
 from xpress.linear import linear
 from xpress.sampling import at_least_fp32
 from xpress.sequences import Sequences
@@ -184,7 +184,8 @@ class Target:
         rows.open(ids.shape[1])
         self._stacked = None
         if self._lean:
-            last, self._captured = self._lean(ids, rows, self._layer_ids)
+            last, found = self._lean(ids, rows, self._layer_ids)
+            self._captured.update(found)  # the dict that hooks of ours write to as well
             return last
         ragged = {} if rows.even else {"attention_mask": self._mask(), "position_ids": rows.positions(ids.device)}
         return self.body(
@@ -246,14 +247,8 @@ class Target:
             hook.remove()
         self._captured = {}
         self._layer_ids, self._by_hook = layer_ids, by_hook
-        self._hooks = [self.body.layers[l].register_forward_hook(self._keeper(l)) for l in set(layer_ids) if by_hook]
-
-    def _keeper(self, layer_id: int):
-        def hook(module, args, output):
-            # a decoder layer returns its tensor in transformers 5, a tuple that begins with it before
-            self._captured[layer_id] = output if isinstance(output, Tensor) else output[0]
-
-        return hook
+        keepers = {l: Keeper(self._captured, l) for l in set(layer_ids) if by_hook}
+        self._hooks = [self.body.layers[l].register_forward_hook(keeper) for l, keeper in keepers.items()]
 
     def _features(self) -> Tensor:
         if self._stacked is not None:

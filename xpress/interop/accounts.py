@@ -1,4 +1,6 @@
-"""Every tensor is accounted for before a weight is read: missing, unexpected, of another shape or dtype, not finite.
+"""Every tensor is accounted for before a weight is used: missing, unexpected, of another shape or dtype, not finite.
+
+What is read has the shape that was expected, so a file cannot make more of itself in memory than it is.
 
 | found | rule |
 |---|---|

@@ -117,14 +117,18 @@ def published(weights: Weights, architecture: str) -> tuple[dict, list[str]]:
     """The fields of z-lab's config.json -> config, what it cannot say."""
     config, left_out = weights.config, []
     raw = config.to_json() | {"architectures": [architecture], "dtype": dtype_name(weights)}
-    most = raw.pop("sample_from_anchor"), raw.pop("feature_scale"), raw.pop("num_draft"), raw.pop("draft_vocab_size")
-    if config.draft_ids is not None:
-        raw["draft_vocab_size"] = most[3]
-    if any(factor != 1 for factor in config.feature_scale):
-        left_out.append("feature_scale: it is multiplied into fc.weight")
+    whole_vocabulary = ("draft_vocab_size",) if config.draft_ids is None else ()
+    for ours in ("sample_from_anchor", "feature_scale", "num_draft", *whole_vocabulary):
+        del raw[ours]
+    scale_folded(config, left_out)
     ids = layer_ids(config.target_layer_ids, OUTPUT, PUBLISHED, config.num_target_layers)
     raw["dflash_config"] = raw["dflash_config"] | {"target_layer_ids": list(ids)}
     return raw, left_out
+
+
+def scale_folded(config: DrafterConfig, left_out: list[str]):
+    if any(factor != 1 for factor in config.feature_scale):
+        left_out.append("feature_scale: it is multiplied into fc.weight")
 
 
 def dtype_name(weights: Weights) -> str:

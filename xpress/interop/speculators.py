@@ -13,10 +13,9 @@ from transformers import AutoConfig
 
 from xpress import checkpoint
 from xpress.block import NEXT
+from xpress.interop import base
 from xpress.interop.base import (
     DSPARK_NAMES,
-    EMBEDDING,
-    LM_HEAD,
     MARKOV,
     REFINER,
     Files,
@@ -28,6 +27,7 @@ from xpress.interop.base import (
     num_draft_kept,
     refiner_is_whole,
     renamed,
+    scale_folded,
     vocabulary,
     whole,
 )
@@ -36,7 +36,7 @@ from xpress.interop.layer_ids import INPUT, OUTPUT, PUBLISHED, layer_ids
 
 NAME, ABOUT, WRITES = "speculators", "speculators 0.9 (dflash, dspark, xpress)", True
 VERSION, PASSES = "0.9.0", 6
-FROZEN = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": LM_HEAD, "verifier_lm_head.weight": LM_HEAD}
+FROZEN = base.FROZEN | {"verifier_lm_head.weight": base.LM_HEAD}
 DROPPED = {"verifier_norm.weight": "the target's final norm, used in training only"}
 MASK = "refiner_head.causal_tril"
 SHAPE = (
@@ -162,8 +162,7 @@ def files(weights, target) -> Files:
         "dtype": dtype_name(weights),
     }
     num_draft_kept(weights, raw, config.block_size - 1 + next_token, left_out)
-    if any(factor != 1 for factor in config.feature_scale):
-        left_out.append("feature_scale: it is multiplied into fc.weight")
+    scale_folded(config, left_out)
     tensors = weights.tensors if kind == "dspark" else no_confidence(weights, left_out)
     if kind == "dspark":
         raw |= markov_fields(weights)
