@@ -6,6 +6,7 @@
 SRC: a folder, a training run, a research file or a hub id, its format is recognised. target: compared with saved copies
 of its tensors, and needed to write a reduced vocabulary; dtype=bfloat16 loads it so. drafter: for a research file, the
 folder of the dFlash drafter that it started from. drop: leave out head or confidence (drop=head,confidence).
+weights=bfloat16: round to it.
 """
 
 import sys
@@ -14,7 +15,7 @@ from xpress import interop, parts
 from xpress.arguments import CONVERSION, arguments, conversion
 from xpress.interop import matrix
 
-KEYS = ("format", *CONVERSION)
+KEYS = ("format", "weights", *CONVERSION)
 
 
 def main(words: list[str]):
@@ -28,7 +29,8 @@ def main(words: list[str]):
         (source, destination), settings = arguments(words, KEYS, "SRC DST format=<name>, or matrix")
         if "format" not in settings:
             raise ValueError(f"format: give one of {', '.join(interop.FORMATS)}")
-        record = interop.convert(parts.find(source), destination, settings["format"], **conversion(settings))
+        how = conversion(settings) | {"weights": settings.get("weights")}
+        record = interop.convert(parts.find(source), destination, settings["format"], **how)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{source}: {interop.FORMATS[record['source']['format']].ABOUT}, sha256 {record['source']['sha256'][:16]}")

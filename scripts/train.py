@@ -71,7 +71,7 @@ def main(cfg):
         bar.close()
         tracker.finish()
         if main_process:
-            print(curves.try_to_draw(run.out / "metrics.jsonl", run.out / "curves.png"))
+            print(curves.ending(run.out / "metrics.jsonl", run.out / "curves.png"))
     if main_process:
         print(f"checkpoint: {folder}")
 

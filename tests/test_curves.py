@@ -117,9 +117,19 @@ def test_a_file_that_has_nothing_to_draw_is_named(tmp_path):
 def test_what_cannot_be_drawn_is_said_not_raised(tmp_path):
     """At the end of a run: no file, no whole line, no room."""
     metrics = tmp_path / "metrics.jsonl"
-    assert "not drawn" in curves.try_to_draw(metrics, tmp_path / "a.png")
+    assert "not drawn" in curves.ending(metrics, tmp_path / "a.png")
     metrics.write_text('{"step": 1, "loss/ref')
-    assert "no whole line" in curves.try_to_draw(metrics, tmp_path / "a.png")
+    assert "no whole line" in curves.ending(metrics, tmp_path / "a.png")
     metrics.write_text('{"step": 1, "loss/refined": 2.0}\n')
-    assert "not drawn" in curves.try_to_draw(metrics, tmp_path / "nowhere" / "a.png")
-    assert curves.try_to_draw(metrics, tmp_path / "a.png") == f"curves: {tmp_path / 'a.png'}"
+    assert "not drawn" in curves.ending(metrics, tmp_path / "nowhere" / "a.png")
+    assert curves.ending(metrics, tmp_path / "a.png") == f"curves: {tmp_path / 'a.png'}"
+
+
+def test_what_the_losses_did_is_said(tmp_path):
+    """Means over tenths of what was logged; shades of a term and what is held out are no losses of training."""
+    lines = [{"step": i, "loss/refined": 3.0 - i / 10, "loss/self/1": 1.0, "eval/loss/base": 1.0} for i in range(1, 21)]
+    lines[4]["loss/base"] = 1.0  # logged once: it went nowhere
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(facts) + "\n" for facts in lines))
+    said, where = curves.ending(metrics, tmp_path / "a.png").splitlines()
+    assert said == "loss, first → last tenth of the steps: refined 2.850 → 1.050" and where.startswith("curves: ")

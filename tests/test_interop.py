@@ -139,6 +139,22 @@ def test_what_training_wrote_goes_out_and_comes_back(target, tmp_path, layout, h
             load(tmp_path / format, make_target(seed=5))
 
 
+def test_weights_are_rounded_as_asked(target, tmp_path):
+    drafter = make_drafter(target)
+    save(tmp_path / "c", drafter, make_head("refiner", drafter))
+    before = read(tmp_path / "c").tensors
+    record = convert(tmp_path / "c", tmp_path / "narrow", "ours", weights="bfloat16")
+    after = read(tmp_path / "narrow", target).tensors
+    assert {t.dtype for t in after.values()} == {torch.bfloat16}
+    assert record["notes"] == ["weights: rounded to bfloat16 as asked"]
+    assert all(torch.equal(after[name], t.to(torch.bfloat16)) for name, t in before.items())
+    assert tokens(target, load(tmp_path / "narrow", target))
+    for wrong in ("int8", "bf16", "nn"):
+        with pytest.raises(ValueError, match=f"weights={wrong}: give bfloat16"):
+            convert(tmp_path / "c", tmp_path / "wrong", "ours", weights=wrong)
+    assert not (tmp_path / "wrong").exists()
+
+
 # --- the names mean what they meant ---------------------------------------------------------------------------------
 
 

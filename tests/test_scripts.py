@@ -257,6 +257,8 @@ BAD = [
     ("train", "+head.hidden_size=33", "head.hidden_size=33, but the drafter has 32"),
     ("train", "head._target_=torch.nn.Linear", "not a CorrectionHead"),
     ("train", "drafter.init=nowhere", "checkpoint=nowhere: no config.json"),
+    ("train", "head.init=nowhere", "checkpoint=nowhere: no config.json"),
+    ("train", "head.init={drafter}", "was trained for|do not belong|no head there"),
     ("train", "steps=0", "steps=0: must be at least 1"),
     ("train", "batch_size=9", "6 rows make 6 sequences, fewer than one step takes"),
     ("train", "max_length=4", "no usable row .*answer cut away by max_length"),
@@ -446,6 +448,27 @@ def test_drafter_and_target_of_other_sizes_do_not_start(program, toys):
         program("eval_tau", "checkpoint={drafter}", f"target.name={deep}")
     with pytest.raises(ValueError, match="drafter.block_size=8, but drafter.init=.* has 4; drop one of the two"):
         program("train", *fresh, "target.name={qwen3}", "drafter.block_size=8", "data.path=loose.jsonl")
+
+
+def test_a_trained_head_is_trained_further(program, toys, tmp_path, capsys):
+    """Alone or with its drafter; and only the head that is there, on a drafter of its vocabulary."""
+    trained = load_file(toys.at / "run" / "checkpoint" / "model.safetensors")
+    both = ("drafter.init=run", "head.init=run")
+    run, provenance = program("train", *both, "train_drafter=false", "eval_every=0")
+    assert all(torch.equal(trained[f"head.{name}"], t) for name, t in run.trainee.head.state_dict().items())
+    assert "will not be used" not in capsys.readouterr().out
+    assert provenance["head_init"] == provenance["init"] != {}
+    run.fit(provenance)
+    after = load_file(tmp_path / "out" / "checkpoint" / "model.safetensors")
+    assert {name.partition(".")[0] for name, t in after.items() if not torch.equal(t, trained[name])} == {"head"}
+    asked = {
+        ("head.rank=4", *both): "head.rank=4, but head.init=run has 8; choose the head that is there",
+        ("head=none", "objective=dflash", *both): "head.init=run: head=none asks for none",
+        ("drafter.draft_vocab_size=300", "head.init=run"): "head.init=run: its draft vocabulary is not the drafter.s",
+    }
+    for i, (overrides, named) in enumerate(asked.items()):
+        with pytest.raises(ValueError, match=named):
+            program("train", *overrides, f"out={tmp_path / str(i)}")
 
 
 def test_every_shipped_set_is_known_to_the_scripts():

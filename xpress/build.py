@@ -135,9 +135,12 @@ def assemble(raw: dict, settings: TrainSettings, terms, out: Path, state, say, p
     Order(rows, per_step, settings.seed, settings.max_length, settings.packing)  # too few rows: said before any work
     drafter, origin = parts.make_drafter(raw["drafter"], target, rows, settings)
     torch.manual_seed(settings.seed + 1)
-    head = parts.make_head(raw["head"], drafter, target)
+    before = (raw["head"] or {}).get("init")  # a head that was trained before
+    head, head_origin = parts.make_head(raw["head"], drafter, target), None
+    if before is not None:
+        head, head_origin = parts.trained_head(raw["head"], drafter, target)
     confidence = parts.make_confidence(terms, head, drafter)
-    dropped = origin and parts.left_behind(raw["drafter"]["init"], target, head, confidence)
+    dropped = origin and parts.left_behind(raw["drafter"]["init"], target, head, confidence, before is not None)
     if dropped:
         say(dropped)
     trainee = Trainee(drafter, head, terms, settings.train_drafter, settings.chunk, confidence)
@@ -152,6 +155,7 @@ def assemble(raw: dict, settings: TrainSettings, terms, out: Path, state, say, p
         "data": data.data_facts(rows)["sha256"],
         "held_out": data.data_facts(held_out)["sha256"],
         "init": None if origin is None else origin["sha256"],
+        "head_init": None if head_origin is None else head_origin["sha256"],
     }
     provenance = {
         "target": {"name": from_anywhere(raw["target"]["name"]), "fingerprint": target.fingerprint()},
@@ -159,6 +163,7 @@ def assemble(raw: dict, settings: TrainSettings, terms, out: Path, state, say, p
         "data": {"path": str(path), **data.data_facts(rows), "held_out": len(held_out), "skipped": dict(skipped)},
         "recipe": {key: raw[key] for key in sorted(raw.keys() & set(settings.__dataclass_fields__))},
         "init": origin,
+        **({"head_init": head_origin} if head_origin else {}),
         "versions": versions(),
     }
     provenance["recipe"] |= {"objective": raw["objective"]}

@@ -25,13 +25,27 @@ def draw(metrics: Path, png: Path) -> None:
     save(figure(lines), png)
 
 
-def try_to_draw(metrics: Path, png: Path) -> str:
-    """Where the picture is, or why there is none: at the end of a run a full disk must hide nothing that matters."""
+def ending(metrics: Path, png: Path) -> str:
+    """What the losses did and where the picture is, or why there is none: at the end of a run a full disk must hide
+    nothing that matters."""
     try:
         draw(metrics, png)
     except (OSError, ValueError) as error:
         return f"curves: not drawn ({error})"
-    return f"curves: {png}"
+    return "\n".join([*losses(read(metrics)), f"curves: {png}"])
+
+
+def losses(lines: list[dict]) -> list[str]:
+    """What each term's training loss did, in one line: means over the first and the last tenth of the logged steps.
+    No line where nothing was logged twice."""
+    found = []
+    keys = dict.fromkeys(key for facts in lines for key in facts if key.startswith("loss/"))
+    for key in (key for key in keys if key.count("/") == 1):
+        _, values = curve(lines, key)
+        n = max(1, len(values) // 10)
+        if len(values) > 1:
+            found.append(f"{key[5:]} {sum(values[:n]) / n:.3f} → {sum(values[-n:]) / n:.3f}")
+    return [f"loss, first → last tenth of the steps: {', '.join(found)}"] if found else []
 
 
 def read(metrics: Path) -> list[dict]:

@@ -31,6 +31,7 @@ from xpress.static import SIZES
 from xpress.target import Target
 
 REPO = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parent  # its pretrained/ holds the checkpoints that come with the library
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
 SCREENS = {"full": None, "int8": 8, "int4": 4, "bf16": 16}
@@ -51,19 +52,18 @@ def refuse_unknown(section: str, found, known):
 
 
 def find(path: str | None) -> str | None:
-    """A relative path as the user's, else as the repository's, else in XPRESS_HOME; anything else unchanged."""
+    """A relative path as the user's, else as the repository's, the package's, or in XPRESS_HOME; anything else
+    unchanged."""
     if path is None or Path(path).expanduser().exists():
         return path
-    for root in (REPO, HOME):
-        if (root / path).exists():
-            return str(root / path)
-    return path
+    return next((str(root / path) for root in (REPO, PACKAGE, HOME) if (root / path).exists()), path)
 
 
 def from_anywhere(path: str) -> str:
     """A folder that only the present working folder finds as an absolute path; all else as it was given."""
     local = Path(path).expanduser()
-    return str(local.resolve()) if local.exists() and not any((root / path).exists() for root in (REPO, HOME)) else path
+    ours = any((root / path).exists() for root in (REPO, PACKAGE, HOME))
+    return str(local.resolve()) if local.exists() and not ours else path
 
 
 def device_of(name: str | None) -> str:
@@ -173,7 +173,8 @@ def make_drafter(section: dict, target: Target, rows, settings: TrainSettings) -
 
 def make_head(section: dict | None, drafter: DFlashDrafter, target: Target):
     """The head that `_target_` names; sizes come from the drafter. None for head=none."""
-    if not section or section.get("_target_") is None:
+    section = {key: value for key, value in (section or {}).items() if key != "init"}
+    if section.get("_target_") is None:
         return None
     sizes = checkpoint.head_sizes(drafter.config)
     checkpoint.check_head(section, drafter.config)
@@ -181,6 +182,24 @@ def make_head(section: dict | None, drafter: DFlashDrafter, target: Target):
     accepted = inspect.signature(kind.__init__).parameters
     arguments = {key: value for key, value in sizes.items() if key in accepted}
     return checkpoint.build_head({**section, **arguments}).bind(target)
+
+
+def trained_head(section: dict, drafter: DFlashDrafter, target: Target) -> tuple[CorrectionHead, dict]:
+    """The head of the checkpoint that `head.init` names, to be trained further -> head, where it came from.
+
+    Raises ValueError where there is none, where it is not the head asked for, and where it does not fit the drafter.
+    """
+    init, asked = section["init"], make_head(section, drafter, target)
+    found = interop.load(find(init), target, device=target.device)
+    if found.head is None or asked is None:
+        why = "no head there" if found.head is None else "head=none asks for none"
+        raise ValueError(f"head.init={init}: {why}; drop head.init")
+    for key, wanted in asked.config.items():
+        if (have := found.head.config.get(key)) != wanted:
+            raise ValueError(f"head.{key}={wanted}, but head.init={init} has {have}; choose the head that is there")
+    if found.drafter.config.draft_ids != drafter.config.draft_ids:
+        raise ValueError(f"head.init={init}: its draft vocabulary is not the drafter's; give drafter.init={init} too")
+    return found.head, {"path": from_anywhere(init), "sha256": checkpoint.weights_hash(found.path)}
 
 
 def make_terms(section: dict) -> list[Term]:
@@ -225,15 +244,17 @@ def make_confidence(terms: list[Term], head, drafter: DFlashDrafter) -> Confiden
     return beside(head, drafter.config.hidden_size) if any(term.feed == CONFIDENCE for term in terms) else None
 
 
-def left_behind(init: str, target, head=None, confidence=None) -> str | None:
+def left_behind(init: str, target, head=None, confidence=None, taken=False) -> str | None:
     """What to say of heads beside the drafter in the checkpoint that `drafter.init` names: a run takes over none of
-    them. head, confidence: its own. None where there are none."""
+    them by itself. head, confidence: its own; taken: its head was trained before. None where there are none."""
     parts = lambda one, other: [n for n, x in (("head", one), ("confidence head", other)) if x is not None]  # noqa: E731
     found = interop.plan(find(init), target)
-    left, fresh = parts(found.head, found.confidence), parts(head, confidence)
+    known = (None, found.confidence) if taken else (found.head, found.confidence)
+    left, fresh = parts(*known), parts(None if taken else head, confidence)
     if not left:
         return None
-    says = f"a new {' and a new '.join(fresh)} will be trained" if fresh else "the drafter alone will be trained"
+    rest = "its own head will be trained further" if taken else "the drafter alone will be trained"
+    says = f"a new {' and a new '.join(fresh)} will be trained" if fresh else rest
     return f"drafter.init={init}: the {' and the '.join(left)} beside the drafter will not be used; {says}"
 
 

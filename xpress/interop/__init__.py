@@ -157,25 +157,32 @@ def write(path: str | Path, weights: Weights, format: str, target=None, source: 
     return record
 
 
-def convert(source, destination, format: str, target=None, drafter=None, drop=()) -> dict:
+def convert(source, destination, format: str, target=None, drafter=None, drop=(), weights=None) -> dict:
     """Read `source`, write `destination` in another format -> the conversion record.
 
-    drop: parts to leave out, of head and confidence. Raises as `load` and `write`, before anything is written.
+    drop: parts to leave out, of head and confidence; weights: the dtype to round to, as "bfloat16", None for none.
+    Raises as `load` and `write`, before anything is written.
     """
     _check_format(format)
+    narrow = None if weights is None else getattr(torch, str(weights), None)
+    if weights is not None and not (isinstance(narrow, torch.dtype) and narrow.is_floating_point):
+        raise ValueError(f"weights={weights}: give bfloat16, float16 or float32")
     if wrong := set(drop) - set(DROPS):
         raise ValueError(f"drop={sorted(wrong)[0]}: give {' or '.join(DROPS)}")
     if Path(destination).exists():
         raise FileExistsError(f"{destination} exists; give another name, nothing is written over it")
-    weights = read(source, target, drafter)
-    origin = {"path": str(source), "format": weights.format, "sha256": checkpoint.weights_hash(weights.path)}
+    found = read(source, target, drafter)
+    origin = {"path": str(source), "format": found.format, "sha256": checkpoint.weights_hash(found.path)}
     for part in drop:
-        weights.tensors = {name: t for name, t in weights.tensors.items() if not name.startswith(f"{part}.")}
-        setattr(weights, part, None)
-        weights.notes.append(f"{part}: left out as asked")
-    if weights.head is None and weights.confidence:
+        found.tensors = {name: t for name, t in found.tensors.items() if not name.startswith(f"{part}.")}
+        setattr(found, part, None)
+        found.notes.append(f"{part}: left out as asked")
+    if found.head is None and found.confidence:
         raise ValueError("drop=head: its confidence head reads the rows of the head; give drop=head,confidence")
-    return write(destination, weights, format, target, origin)
+    if narrow is not None:
+        found.tensors = {name: t.to(narrow) for name, t in found.tensors.items()}
+        found.notes.append(f"weights: rounded to {weights} as asked")
+    return write(destination, found, format, target, origin)
 
 
 def _check_format(format: str):
