@@ -230,6 +230,16 @@ def test_what_one_target_captures_keeps_another_from_nothing():
     assert torch.equal(training.features(ids, torch.arange(ids.shape[1])[None], (1,)).hidden, seen)
 
 
+def test_a_model_that_was_asked_for_hidden_states_still_runs_the_loop():
+    """transformers leaves its hooks on the layers for good; they keep what passes and change nothing."""
+    model = model_of("llama")
+    with torch.no_grad():
+        model(torch.tensor([PROMPTS[0]]), output_hidden_states=True)
+    assert any(layer._forward_hooks for layer in model.model.layers)
+    target = Target(model, loop="lean")
+    assert plain(target, PROMPTS[0], 6) == plain(Target(model_of("llama")), PROMPTS[0], 6)
+
+
 # --- the setting ----------------------------------------------------------------------------------------------------
 
 

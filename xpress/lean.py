@@ -32,6 +32,11 @@ class Keeper:
         self.kept[self.layer_id] = output if isinstance(output, Tensor) else output[0]
 
 
+def only_watches(hook) -> bool:
+    """Ours, and those that transformers leaves on a model once it was asked for hidden states."""
+    return isinstance(hook, Keeper) or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 def choose_loop(asked: str, model, name: str) -> str:
     """-> "lean" (what auto takes where it can be had), "plain" or "static". Raises ValueError for another setting, and
     where "lean" or "static" is asked for and cannot be had."""
@@ -69,7 +74,7 @@ def why_not(model) -> str | None:
     for path, module in body.named_modules():
         if type(module) not in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU) and type(module).__name__ not in own:
             return f"{path or 'its body'} is a {type(module).__name__}"
-        strange = any(not isinstance(hook, Keeper) for hook in module._forward_hooks.values())
+        strange = [hook for hook in module._forward_hooks.values() if not only_watches(hook)]
         if strange or module._forward_pre_hooks or "forward" in vars(module):
             return f"{path or 'its body'} has a hook or another forward"
     for layer in body.layers:
