@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from disk import published_drafter
 from safetensors.torch import load_file, save_file
 from toys import HEADS, D, V, make_drafter, make_head, make_target, plain
 
-from xpress import checkpoint, generate, load, save
+from xpress import checkpoint, generate, load, parts, save
 from xpress.checkpoint import CONFIG, PROVENANCE, WEIGHTS
 from xpress.data import Row
 from xpress.features import OnlineFeatures
@@ -290,3 +291,19 @@ def test_a_head_in_a_file_of_ones_own_trains_saves_and_loads(target, tmp_path, m
     assert tokens(target, found).ids == plain(target, PROMPT, 16)
     assert tokens(target, found) == tokens(target, replace(found, drafter=drafter.eval(), head=head.eval()))
     sys.modules.pop("two_back")
+
+
+def test_what_comes_with_the_library_is_found_by_name(target, saved, tmp_path, monkeypatch):
+    """From anywhere, before the hub is asked; what stands in the working folder under that name comes first."""
+    monkeypatch.setattr(checkpoint, "PACKAGE", tmp_path / "package")
+    (tmp_path / "package" / "pretrained").mkdir(parents=True)
+    saved.rename(tmp_path / "package" / "pretrained" / "toy")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = load("pretrained/toy", target)
+    assert found.path == tmp_path / "package" / "pretrained" / "toy"
+    assert parts.find("pretrained/toy") == str(found.path) and parts.from_anywhere("pretrained/toy") == "pretrained/toy"
+    save("pretrained/toy", found.drafter, found.head)
+    assert load("pretrained/toy", target).path == Path("pretrained/toy")
+    with pytest.raises(FileNotFoundError, match="what comes with the library, pretrained"):
+        load(tmp_path / "elsewhere", target)

@@ -18,7 +18,7 @@ FLOORS = [
     ["static", "lean", "target", "drafter_config", "attention", "static_draft", "drafter", "deer"]
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads.confidence", "heads"],
     ["draft", "fused", "refine", "verify", "lengths"],
-    ["decode", "anchors", "loss"],
+    ["decode", "anchors", "lookups", "loss"],
     ["metrics", "watch", "probe", "lossless", "prompts", "conversations", "data", "client", "generation", "checkpoint"]
     + ["interop", "gtest", "sampling_check", "evaluate"]
     + ["tables", "report", "results", "journal", "style", "curves", "panels", "figures", "markdown", "card", "hub"]

@@ -1,7 +1,7 @@
 """xpress: correction heads for block-diffusion speculative decoding, trained and measured.
 
 target = xpress.Target.from_pretrained("…")
-found = xpress.load("outputs/quickstart/xpress", target)
+found = xpress.load("pretrained/smollm2_xpress_b8", target)
 response = xpress.generate(target, prompt_ids, found.drafter, found.head, passes=4, max_new_tokens=64)
 """
 

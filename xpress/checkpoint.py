@@ -24,6 +24,7 @@ from xpress.heads import ConfidenceHead, CorrectionHead
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
 INDEX, RESEARCH = "model.safetensors.index.json", "refiner_cotrain.pt"  # weights in several files; a research file
+PACKAGE = Path(__file__).resolve().parent  # its pretrained/ holds what comes with the library
 CONVERSION = "conversion.json"  # what a conversion read and wrote
 MOST_JSON = 64 * 2**20  # bytes; no config or index is near this
 
@@ -46,11 +47,14 @@ class Checkpoint:
 
 
 def locate(path: str | Path) -> Path:
-    """Where the checkpoint is: `path` itself, for a training run its `checkpoint`, for a hub id ("owner/name") the
-    downloaded copy. A folder, or the file of a research checkpoint. Raises FileNotFoundError with the remedy.
+    """Where the checkpoint is: `path` itself, for a training run its `checkpoint`, for "pretrained/…" what comes with
+    the library, for a hub id ("owner/name") the downloaded copy. A folder, or the file of a research checkpoint. Raises
+    FileNotFoundError with the remedy.
     """
     hub_id = str(path)
     path = Path(path).expanduser()
+    if not path.exists() and (PACKAGE / path).exists():
+        path = PACKAGE / path
     if not path.exists() and hub_id.count("/") == 1 and hub_id[0] not in "./~":
         path = _download(hub_id)
     if path.is_file() and path.suffix == ".pt":
@@ -63,8 +67,8 @@ def locate(path: str | Path) -> Path:
         if (folder / CONFIG).exists():
             raise FileNotFoundError(f"checkpoint={path}: {WEIGHTS} is missing; the folder is incomplete")
     raise FileNotFoundError(
-        f"checkpoint={path}: no {CONFIG} there. Give the folder that training wrote, or train one first "
-        "(bash scripts/quickstart.sh trains one in minutes)"
+        f"checkpoint={path}: no {CONFIG} there. Give the folder that training wrote, or what comes with the library, "
+        "pretrained/smollm2_xpress_b8"
     )
 
 

@@ -31,7 +31,6 @@ from xpress.static import SIZES
 from xpress.target import Target
 
 REPO = Path(__file__).resolve().parents[1]
-PACKAGE = Path(__file__).resolve().parent  # its pretrained/ holds the checkpoints that come with the library
 HOME = Path(os.environ.get("XPRESS_HOME", "~/.cache/xpress")).expanduser()
 
 SCREENS = {"full": None, "int8": 8, "int4": 4, "bf16": 16}
@@ -56,13 +55,13 @@ def find(path: str | None) -> str | None:
     unchanged."""
     if path is None or Path(path).expanduser().exists():
         return path
-    return next((str(root / path) for root in (REPO, PACKAGE, HOME) if (root / path).exists()), path)
+    return next((str(root / path) for root in (REPO, checkpoint.PACKAGE, HOME) if (root / path).exists()), path)
 
 
 def from_anywhere(path: str) -> str:
     """A folder that only the present working folder finds as an absolute path; all else as it was given."""
     local = Path(path).expanduser()
-    ours = any((root / path).exists() for root in (REPO, PACKAGE, HOME))
+    ours = any((root / path).exists() for root in (REPO, checkpoint.PACKAGE, HOME))
     return str(local.resolve()) if local.exists() and not ours else path
 
 

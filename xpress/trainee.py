@@ -16,6 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from xpress.anchors import Anchors, Batch
 from xpress.heads.confidence import rows_of
+from xpress.lookups import gathered
 from xpress.loss import CONFIDENCE, Logits, Pass, Rows, Term, Vocabulary, attach, token_loss
 from xpress.refine import sweep
 from xpress.sampling import at_least_fp32
@@ -173,7 +174,7 @@ class Trainee(nn.Module):
                 made[i].append(latent)
             return latent.detach()
 
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(kind, enabled=False), gathered(self.head):
             vocabulary = Vocabulary(self.drafter.lm_rows, readout, self.drafter.draft_ids)
             judge = self.confidence is not None
             found = Pass(rows, vocabulary, tensors, self.train_drafter, slope, self.token_loss, judge)
