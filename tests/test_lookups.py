@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from toys import make_drafter, make_head, make_target
 from torch import nn
+from toys import make_drafter, make_head, make_target
 
 from xpress.lookups import gathered
 
