@@ -200,6 +200,20 @@ def test_another_measurement_is_not_resumed(world, whole, tmp_path, changes, nam
     assert (folder / LINES).read_text() == before
 
 
+def test_each_checkpoint_may_have_passes_of_its_own(world, tmp_path):
+    checkpoints = [str(world.at / name) for name in ("a/run", "b/run", "plain")]
+    own = {"a/run": [1, "sequential"], "b/run": "auto"}
+    made = measuring(world, tmp_path / "out", checkpoint=checkpoints, passes=own, methods=["ar", "head"])
+    made.journal.close()
+    heads = [(method.checkpoint, method.passes) for method in made.methods() if method.kind == "head"]
+    assert heads == [("a/run", 1), ("a/run", "sequential"), ("b/run", "auto")]
+    for wrong in ({"a/run": [1]}, own | {"plain": [1]}, own | {"c": [1]}):
+        with pytest.raises(ValueError, match="passes for .*: give a list, or a list for each of a/run, b/run"):
+            measuring(world, tmp_path / "wrong", checkpoint=checkpoints, passes=wrong)
+    with pytest.raises(ValueError, match="passes=-1"):
+        measuring(world, tmp_path / "wrong", checkpoint=checkpoints, passes=own | {"b/run": -1})
+
+
 def test_candidates_and_bare_drafters_are_part_of_a_measurement(world, tmp_path):
     """Other candidates would be missing in the groups that are measured; another drafter under the same label would be
     mixed with the first."""

@@ -60,15 +60,17 @@ def settle(raw: dict) -> dict:
         if raw[key] not in (None, value):
             raise ValueError(f"{key}={raw[key]}: protocol=published fixes it at {value}; drop one of the two")
     raw = raw | {key: value for key, value in FALLBACK.items() if raw[key] is None} | fixed
-    for key in ("bench", "passes", "candidates", "batch_size", "methods", "checkpoint", "stop_strings"):
+    for key in ("bench", "candidates", "batch_size", "methods", "checkpoint", "stop_strings"):
         raw[key] = listed(raw[key])
+    each = raw["passes"] if isinstance(raw["passes"], dict) else {None: raw["passes"]}
+    raw["passes"] = {name: listed(K) for name, K in each.items()}  # of a checkpoint; None: of all
     for number in (*raw["batch_size"], raw["rounds"], raw["max_new_tokens"]):
         if not isinstance(number, int) or number < 1:
             key = next(k for k in ("batch_size", "rounds", "max_new_tokens") if number in listed(raw[k]))
             raise ValueError(f"{key}={number}: must be a whole number from 1 up")
     if raw["turns"] not in ("first", "all"):
         raise ValueError(f"turns={raw['turns']}: known are first, all")
-    for K in raw["passes"]:
+    for K in all_passes(raw):
         if K != "best":
             check_passes(K)
     for K in raw["candidates"]:
@@ -88,6 +90,10 @@ def settle(raw: dict) -> dict:
     return raw
 
 
+def all_passes(raw: dict) -> list:
+    return [K for own in raw["passes"].values() for K in own]
+
+
 class Measurement:
     """Everything that eval_tau.py needs, loaded and checked; `run` measures and writes."""
 
@@ -95,7 +101,7 @@ class Measurement:
         self.raw = raw = settle(raw)
         self.sampling = Sampling(raw["temperature"], raw["top_k"], raw["top_p"], raw["accept"])
         self.sets = {name: prompts.load_prompts(name, raw["samples"], raw["data_dir"]) for name in raw["bench"]}
-        for name, chosen in self.sets.items() if "best" in raw["passes"] else ():
+        for name, chosen in self.sets.items() if "best" in all_passes(raw) else ():
             if len(chosen) < 4:
                 raise ValueError(f"passes=best: half the prompts choose K, and {name} has {len(chosen)}; 4 at least")
         self.device = parts.device_of(raw["device"])
@@ -112,10 +118,14 @@ class Measurement:
                 warn(self.warnings[-1])
         load = lambda path: interop.load(path, self.target, getattr(torch, self.dtype), self.device)  # noqa: E731
         self.checkpoints = {name: load(folder) for name, folder in zip(short_names(raw["checkpoint"]), folders)}
+        heads = {name for name, found in self.checkpoints.items() if found.head is not None}
+        if None not in raw["passes"] and raw["passes"].keys() != heads:
+            given = ", ".join(map(str, raw["passes"]))
+            raise ValueError(f"passes for {given}: give a list, or a list for each of {', '.join(sorted(heads))}")
         self.lengths = self._lengths() if raw["length_policy"] == "confidence" else {}
         for found in self.checkpoints.values():  # rows that confidence reads are those of heads as they were loaded
             found.head = found.head and parts.for_decoding(found.head, raw["readout"])
-        self.candidates = self._candidates() if "best" in raw["passes"] else []
+        self.candidates = self._candidates() if "best" in all_passes(raw) else []
         self.bare = self._bare(provenances)
         facts = self.facts(name)
         for chosen in self.sets.values():
@@ -177,7 +187,8 @@ class Measurement:
             rows += self.bare
         for name, found in self.checkpoints.items():
             prefix = f"{name}: " if len(self.checkpoints) > 1 else ""
-            head, passes = found.head, only or [best if K == "best" else K for K in self.raw["passes"]]
+            asked = self.raw["passes"].get(name) or self.raw["passes"].get(None, [])
+            head, passes = found.head, only or [best if K == "best" else K for K in asked]
             bare_head = head is None or 0 in passes or "drafter" in wanted
             if only is None and bare_head and wanted & {"drafter", "head"}:
                 rows.append(Method(f"{prefix}drafter", "drafter", found.drafter, checkpoint=name))
@@ -234,7 +245,7 @@ class Measurement:
 
     def _cell(self, bench, chosen, batch_size, progress) -> dict:
         best, reported = None, chosen
-        if "best" in self.raw["passes"]:
+        if "best" in all_passes(self.raw):
             validation, reported = chosen[::2], chosen[1::2]
             best = self._choose(bench, validation, batch_size, progress)
         methods = self.methods(best and best["passes"])
