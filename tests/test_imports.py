@@ -19,8 +19,8 @@ FLOORS = [
     + ["heads.base", "heads.refiner", "heads.markov", "heads.domino", "heads.confidence", "heads"],
     ["draft", "fused", "refine", "verify", "lengths"],
     ["decode", "anchors", "lookups", "loss"],
-    ["metrics", "watch", "probe", "lossless", "prompts", "conversations", "data", "client", "generation", "checkpoint"]
-    + ["interop", "gtest", "sampling_check", "evaluate"]
+    ["metrics", "watch", "probe", "recorded", "lossless", "prompts", "conversations", "data", "client", "generation"]
+    + ["checkpoint", "interop", "gtest", "sampling_check", "evaluate"]
     + ["tables", "report", "results", "journal", "style", "curves", "panels", "figures", "markdown", "card", "hub"]
     + ["track", "batches", "features", "feature_cache", "trainee", "recipe", "state", "meter"]
     + ["launch", "footprint", "plan", "train"],

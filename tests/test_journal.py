@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toys import make_drafter, make_head
 
-from xpress import build, evaluate, save
+from xpress import build, evaluate, markdown, save
 from xpress.checkpoint import WEIGHTS
 from xpress.evaluate import conversation, render
 from xpress.files import file_hash
@@ -198,6 +198,25 @@ def test_another_measurement_is_not_resumed(world, whole, tmp_path, changes, nam
     with pytest.raises(ValueError, match=f"out=.*was begun with other settings: .*{named}.*give another out="):
         measuring(world, folder, **{**TALKING, **changes}, resume=True)
     assert (folder / LINES).read_text() == before
+
+
+def test_recorded_answers_give_the_same_tau_and_promise_nothing_else(world, tmp_path):
+    how = dict(batch_size=2, passes=[1, "auto"], turns="all")
+    results = [measuring(world, tmp_path / kind, answers=kind, **how).run() for kind in ("live", "recorded")]
+    live, recorded = (result["cells"][0] for result in results)
+    for row, own in zip(live["methods"], recorded["methods"]):
+        same = ("label", "tau", "tau_interval", "accept_at", "settled", "passes_used", "tokens", "loops")
+        assert [own[key] for key in same] == [row[key] for key in same]
+        assert row["lossless"] is True and row["tokens_per_second"] > 0
+        assert own["lossless"] is own["tokens_per_second"] is own["speedup"] is own["peak_memory"] is None
+        assert own["time"] == {} and own["differences"] == []
+    taus = lambda cell: [pair for pair in cell["paired"] if pair["metric"] == "tau"]  # noqa: E731
+    assert taus(recorded) == taus(live)
+    text = markdown.write_report(results[1], tmp_path / "recorded")[-1].read_text()
+    assert "not checked" in text and "recorded" in text
+    for wrong in ({"temperature": 1.0}, {"rounds": 2}, {"passes": ["best"]}):
+        with pytest.raises(ValueError, match="answers=recorded: one round at temperature 0"):
+            measuring(world, tmp_path / "wrong", answers="recorded", **wrong)
 
 
 def test_each_checkpoint_may_have_passes_of_its_own(world, tmp_path):

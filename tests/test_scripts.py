@@ -276,6 +276,7 @@ BAD = [
     ("eval_tau", "batch_size=[1,0]", "batch_size=0: must be a whole number from 1 up"),
     ("eval_tau", "rounds=0", "rounds=0"),
     ("eval_tau", "readout=int9", "readout=int9: give full, int8, int4, bf16, or top<C>"),
+    ("eval_tau", "answers=none", "answers=none: known are live and recorded"),
     ("eval_tau", "turns=last", "turns=last: known are first, all"),
     ("eval_tau", "methods=[ar,eagle]", "methods: eagle is unknown; known are ar, bare, bare:<path>, drafter, head"),
     ("eval_tau", "methods=['bare:nowhere']", "checkpoint=nowhere: no config.json"),

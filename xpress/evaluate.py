@@ -7,7 +7,7 @@ the outputs and measures time again. Where there are several rounds, one more is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xpress import memory
 from xpress.decode import Response, decode_batch, room_for
@@ -17,6 +17,7 @@ from xpress.lossless import first_difference
 from xpress.metrics import Counts
 from xpress.probe import Probe
 from xpress.prompts import Prompt, answer_text, conversation, render, stop_ids
+from xpress.recorded import RecordedTarget
 from xpress.sampling import GREEDY, Sampling
 from xpress.watch import Watch, WatchedDrafter, WatchedTarget
 
@@ -90,6 +91,11 @@ def respond(target, prompts: list[list[int]], method: Method, *, sampling: Sampl
     return [(r, Counts.of(r, **measured, probe=probe.of(row))) for row, r in enumerate(responses)]
 
 
+def untimed(counts: Counts) -> Counts:
+    """What stays of a response whose target was not run."""
+    return replace(counts, seconds=0.0, time={}, steps=0.0, memory=None)
+
+
 def evaluate(
     target,
     methods: list[Method],
@@ -103,12 +109,14 @@ def evaluate(
     sampling: Sampling = GREEDY,
     seed: int = 0,
     thinking: bool = False,
+    recorded: bool = False,
     done=frozenset(),
     progress: Callable = lambda done, total, what: None,
 ) -> Iterator[list[dict]]:
     """Yields the lines of one group of `batch_size` prompts after another, {facts of the response} for each method,
     prompt and turn. The first method must be plain autoregression, whose answers are fed back in later turns to every
-    method alike. done: (round, group) pairs that are measured already.
+    method alike. recorded: the target answers each prompt once and every method is measured along that answer, without
+    times (xpress/recorded.py; temperature 0). done: (round, group) pairs that are measured already.
 
     Raises ValueError before any work for a prompt that leaves no room in the target's context.
     """
@@ -124,7 +132,7 @@ def evaluate(
     stops, ahead = stop_ids(target.tokenizer, target.model), int(rounds > 1)
     settings = {"stop_ids": stops, "stop_strings": tuple(stop_strings), "sampling": sampling}
     settings["max_new_tokens"] = max_new_tokens
-    if not ahead:
+    if not ahead and not recorded:
         first = [render(target.tokenizer, conversation(prompt, []), thinking) for prompt in groups[0]]
         for method in methods:
             respond(target, first, method, **{**settings, "max_new_tokens": min(WARM_UP, max_new_tokens)})
@@ -141,13 +149,14 @@ def evaluate(
             end += sum(map(turns_of, group)) * len(methods)
             if number < 0 or (number, g) in left:
                 shift, depth = (g + number) % len(methods), max(map(turns_of, group))
-                lines = converse(target, methods, group, shift, depth, seed + max(number, 0), thinking, settings, said)
+                how = {"shift": 0 if recorded else shift, "recorded": recorded, "thinking": thinking}
+                lines = converse(target, methods, group, depth, seed + max(number, 0), settings, said, **how)
                 if number >= 0:  # before any more is said: whoever interrupts there keeps this group
                     yield [{"round": number, "group": g, **line} for line in lines]
             said(end - count, "")  # turns that found no room, or a group that was measured before
 
 
-def converse(target, methods, group, shift, depth, seed, thinking, settings, said) -> list[dict]:
+def converse(target, methods, group, depth, seed, settings, said, *, shift, recorded, thinking) -> list[dict]:
     """The first `depth` turns of one group of prompts, each answered by every method, beginning with number `shift`
     -> a line for each prompt, turn and method."""
     answers, lines, stops = {prompt.id: [] for prompt in group}, [], settings["stop_ids"]
@@ -159,9 +168,14 @@ def converse(target, methods, group, shift, depth, seed, thinking, settings, sai
             asked, ids = [asked[i] for i in fitting], [ids[i] for i in fitting]
         if not asked:
             break
-        seeds, found = [row_seed(seed, f"{p.id}/{turn}") for p in asked], {}
+        seeds, found, whose = [row_seed(seed, f"{p.id}/{turn}") for p in asked], {}, target
         for method in methods[shift:] + methods[:shift]:
-            found[method] = respond(target, ids, method, seeds=seeds, **settings)
+            found[method] = respond(whose, ids, method, seeds=seeds, **settings)
+            if recorded:
+                found[method] = [(response, untimed(counts)) for response, counts in found[method]]
+            if recorded and whose is target:
+                ahead = max((m.drafter.config.num_draft for m in methods if m.drafter), default=0)
+                whose = RecordedTarget(target, ids, [response.ids for response, _ in found[method]], ahead)
             said(len(asked), method.label)
         for i, prompt in enumerate(asked):
             plain = found[methods[0]][i][0].ids

@@ -128,8 +128,8 @@ def columns(lines: list[dict], by: str = "group") -> dict[str, list[list[Counts]
     return {label: list(groups.values()) for label, groups in found.items()}
 
 
-def cell(lines: list[dict], methods: list[Method], greedy: bool) -> dict:
-    """The numbers of one prompt set at one batch size."""
+def cell(lines: list[dict], methods: list[Method], checked: bool) -> dict:
+    """The numbers of one prompt set at one batch size. checked: outputs were held against plain autoregression's."""
     answers, batches, rows = columns(lines, "prompt"), columns(lines), []
     plain = batches[methods[0].label]
     for method in methods:
@@ -139,7 +139,7 @@ def cell(lines: list[dict], methods: list[Method], greedy: bool) -> dict:
             found = [{"prompt": x["prompt"], "turn": x["turn"], **x["difference"]} for x in own if x["difference"]]
             found = [place for i, place in enumerate(found) if place not in found[:i]]  # every round repeats it
             row |= summary(answers[method.label], plain, batches[method.label])
-            row |= {"differences": found, "lossless": all(d["tie"] for d in found) if greedy else None}
+            row |= {"differences": found, "lossless": all(d["tie"] for d in found) if checked else None}
         rows.append(row)
     compared = paired(methods, answers, batches)
     return {"prompts": len({line["prompt"] for line in lines}), "methods": rows, "paired": compared}

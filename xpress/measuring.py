@@ -27,7 +27,7 @@ from xpress.stopping import Stops
 EVAL_KEYS = {"checkpoint", "target", "methods", "passes", "candidates", "bench", "data_dir", "samples", "turns"}
 EVAL_KEYS |= {"protocol", "max_new_tokens", "temperature", "top_k", "top_p", "accept", "seed", "thinking", "dtype"}
 EVAL_KEYS |= {"readout", "device", "rounds", "batch_size", "stop_strings", "metrics", "check", "out", "resume"}
-EVAL_KEYS |= {"length_policy", "threshold"}
+EVAL_KEYS |= {"length_policy", "threshold", "answers"}
 KINDS = ("ar", "bare", "drafter", "head")
 PROTOCOLS = {
     "free": {},
@@ -79,6 +79,12 @@ def settle(raw: dict) -> dict:
     Stops((), tuple(raw["stop_strings"]), tokenizer=object())
     parts.check_readout(raw["readout"])
     check_policy(raw["length_policy"], raw["threshold"])
+    if raw["answers"] not in ("live", "recorded"):
+        raise ValueError(f"answers={raw['answers']}: known are live and recorded")
+    if raw["answers"] == "recorded" and (raw["temperature"] or raw["rounds"] > 1 or "best" in all_passes(raw)):
+        raise ValueError(
+            "answers=recorded: one round at temperature 0, and no times to choose passes=best by; use live"
+        )
     for name in raw["methods"]:
         if name.partition(":")[0] not in KINDS:
             raise ValueError(f"methods: {name} is unknown; known are ar, bare, bare:<path>, drafter, head")
@@ -212,6 +218,7 @@ class Measurement:
             "checkpoint": raw["checkpoint"],
             "checkpoint_sha256": [checkpoint.weights_hash(found.path) for found in loaded],
             "head": [evaluate.head_name(found.head) for found in loaded],
+            "answers": raw["answers"],
             "readout": raw["readout"],
             "length_policy": raw["length_policy"],
             "threshold": raw["threshold"],
@@ -253,7 +260,8 @@ class Measurement:
         limit = self.raw["max_new_tokens"]
         cut = [evaluate.room(self.target, p, self.raw["thinking"], limit) < limit for p in reported]
         facts = {"bench": bench, "batch_size": batch_size, "truncated": sum(cut), "best": best}
-        return facts | cell(lines, methods, self.sampling.greedy)
+        checked = self.sampling.greedy and self.raw["answers"] == "live"
+        return facts | cell(lines, methods, checked)
 
     def _choose(self, bench, validation, batch_size, progress) -> dict:
         """K by tokens per second on the validation half; nothing of that half is reported."""
@@ -282,6 +290,7 @@ class Measurement:
             sampling=self.sampling,
             seed=raw["seed"],
             thinking=raw["thinking"],
+            recorded=raw["answers"] == "recorded",
             done={(line["round"], line["group"]) for line in self.journal.of(**here)},
             progress=lambda done, total, method: progress(what, done, total, method),
         ):
