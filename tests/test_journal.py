@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from disk import saved_target
+from hydra import compose, initialize_config_dir
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toys import make_drafter, make_head
@@ -20,7 +21,7 @@ from xpress.checkpoint import WEIGHTS
 from xpress.evaluate import conversation, render
 from xpress.files import file_hash
 from xpress.journal import LINES, SETTINGS, Journal
-from xpress.measuring import Measurement, short_names
+from xpress.measuring import EVAL_KEYS, Measurement, settle, short_names
 from xpress.sampling import GREEDY, argmax
 from xpress.verify import Verdict
 
@@ -217,6 +218,17 @@ def test_recorded_answers_give_the_same_tau_and_promise_nothing_else(world, tmp_
     for wrong in ({"temperature": 1.0}, {"rounds": 2}, {"passes": ["best"]}):
         with pytest.raises(ValueError, match="answers=recorded: one round at temperature 0"):
             measuring(world, tmp_path / "wrong", answers="recorded", **wrong)
+
+
+@pytest.mark.parametrize(("given", "asked"), [
+    ((), {None: [0, 2, "auto"]}),
+    (("passes=[1,auto]",), {None: [1, "auto"]}),
+    (("passes={ours:[1,2],theirs:sequential}",), {"ours": [1, 2], "theirs": ["sequential"]}),
+])  # fmt: skip
+def test_passes_on_the_command_line(given, asked):
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        cfg = compose("eval_tau", overrides=list(given))
+    assert settle(build.plain(cfg, EVAL_KEYS))["passes"] == asked
 
 
 def test_each_checkpoint_may_have_passes_of_its_own(world, tmp_path):
