@@ -134,7 +134,7 @@ def test_the_journal_survives_a_kill_at_any_byte(whole, tmp_path):
 def test_a_resumed_measurement_ends_as_the_uninterrupted_one(world, whole, tmp_path, share, monkeypatch):
     """The same lines, times aside; what was measured keeps its very times, for it is not measured again."""
     folder, asked, real = cut(whole, tmp_path / "out", int(share * len(whole.text))), [], evaluate.converse
-    count = lambda *args: asked.append(1) or real(*args)  # noqa: E731
+    count = lambda *args, **how: asked.append(1) or real(*args, **how)  # noqa: E731
     monkeypatch.setattr(evaluate, "converse", count)
     measurement = measuring(world, folder, **TALKING, resume=True)
     kept = list(measurement.journal.lines)

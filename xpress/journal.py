@@ -146,16 +146,15 @@ def cell(lines: list[dict], methods: list[Method], checked: bool) -> dict:
 
 
 def paired(methods: list[Method], answers: dict, batches: dict) -> list[dict]:
-    """Every head against the bare drafters and its own without it, the last row of each checkpoint's head against those
-    of the others: tau as a difference, speed as a ratio, over the same prompts."""
-    present = [method for method in methods if method.label in answers]
-    heads, last = [m for m in present if m.kind == "head"], {}
-    for method in heads:
-        last[method.checkpoint] = method
-    found = []
-    for a in heads:
-        rivals = [m for m in present if m.kind == "bare" or m.kind == "drafter" and m.checkpoint == a.checkpoint]
-        rivals += [m for name, m in last.items() if name != a.checkpoint and a is last[a.checkpoint]]
+    """Every row against the bare drafters before it, every head against its own drafter without it, the last row of each
+    checkpoint's head against those of the others: tau as a difference, speed as a ratio, over the same prompts."""
+    present = [method for method in methods if method.label in answers and method.kind != "ar"]
+    last, found = {method.checkpoint: method for method in present if method.kind == "head"}, []
+    for i, a in enumerate(present):
+        rivals = [m for m in present[:i] if m.kind == "bare"]
+        if a.kind == "head":
+            rivals += [m for m in present if m.kind == "drafter" and m.checkpoint == a.checkpoint]
+            rivals += [m for name, m in last.items() if name != a.checkpoint and a is last[a.checkpoint]]
         for b in rivals:
             for metric, statistic, columns_of in (
                 ("tau", difference(tau), answers),
