@@ -146,7 +146,7 @@ def cell(lines: list[dict], methods: list[Method], checked: bool) -> dict:
 
 
 def paired(methods: list[Method], answers: dict, batches: dict) -> list[dict]:
-    """Every row against the bare drafters before it, every head against its own drafter without it, the last row of each
+    """Every row against the bare drafters before it, each head against its drafter without it, the last row of each
     checkpoint's head against those of the others: tau as a difference, speed as a ratio, over the same prompts."""
     present = [method for method in methods if method.label in answers and method.kind != "ar"]
     last, found = {method.checkpoint: method for method in present if method.kind == "head"}, []
