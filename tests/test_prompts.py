@@ -46,6 +46,7 @@ RECORDS = {  # set -> a record under the field names of the public data set, and
     ),
     "alpaca": ({"instruction": "Sort.", "input": "3 1", "output": "1 3"}, ["Sort.\n\nInput:\n3 1"]),
     "sample": ({"prompt": "Hello"}, ["Hello"]),
+    "sample_math": ({"prompt": "Hello"}, ["Hello"]),
     "train": ({"prompt": "Hello"}, ["Hello"]),
 }
 OTHER_BRANCH = {
@@ -102,6 +103,8 @@ def test_the_shipped_sets_are_large_balanced_and_disjoint():
     for n in (3, 6, 30, 60):  # the first n are balanced, so that a small sample is one of everything
         assert Counter(kinds[:n]) == dict.fromkeys(("math", "code", "chat"), n // 3)
     assert [p.turns for p in load_prompts("sample", 6)] == [p.turns for p in sample[:6]]
+    own = [prompt.turns for prompt in load_prompts("sample_math")]
+    assert 12 <= len(own) < len(sample) and all(turns in [prompt.turns for prompt in sample] for turns in own)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -133,7 +136,7 @@ def test_turns_that_are_no_text_are_refused(tmp_path, turns):
 
 
 def test_other_bad_input_names_the_setting(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="bench=gsm9k: unknown set; known are gsm8k, math500, .*sample, train"):
+    with pytest.raises(ValueError, match="bench=gsm9k: unknown set; known are gsm8k, math500, .*sample, sample_math, train"):
         load_prompts("gsm9k")
     for samples in (0, -1):
         with pytest.raises(ValueError, match=f"samples={samples}: must be at least 1"):

@@ -43,13 +43,14 @@ def _alpaca(row: dict) -> list[str]:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """hub id, configuration, split; turns: record -> the user's turns."""
+    """hub id, configuration, split; turns: record -> the user's turns; category: records of this one alone."""
 
     hub: str | None
     config: str | None
     split: str
     turns: Callable[[dict], list[str]]
     data_files: tuple[str, ...] | None = None
+    category: str | None = None
 
 
 SETS = {
@@ -71,6 +72,7 @@ SETS = {
     "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"]),
     "alpaca": PromptSet("tatsu-lab/alpaca", None, "train", _alpaca),
     "sample": PromptSet(None, None, "sample", lambda row: [row["prompt"]]),
+    "sample_math": PromptSet(None, None, "sample", lambda row: [row["prompt"]], category="math"),
     "train": PromptSet(None, None, "train", lambda row: [row["prompt"]]),
 }
 
@@ -98,6 +100,7 @@ def load_prompts(name: str, samples: int | None = None, data_dir: str | None = N
     entry = SETS[name]
     if entry.hub is None:
         rows, shuffle_seed = numbered_jsonl(SAMPLES / f"{entry.split}.jsonl"), None
+        rows = [(at, row) for at, row in rows if entry.category in (None, row["category"])]
     elif data_dir is not None:
         rows = numbered_jsonl(Path(data_dir).expanduser() / f"{name}.jsonl")
     else:
