@@ -258,6 +258,18 @@ def test_candidates_and_bare_drafters_are_part_of_a_measurement(world, tmp_path)
         measuring(world, tmp_path / "bare", methods=names[1:], resume=True)
 
 
+def test_every_drafter_is_compared_with_the_bare_ones_before_it(world, tmp_path):
+    starts = [f"bare:{world.at}/start", f"bare:{world.at}/other/start"]
+    made = measuring(world, tmp_path / "out", methods=["ar", *starts, "drafter", "head"], passes=[1])
+    pairs = [(pair["a"], pair["b"]) for pair in made.run()["cells"][0]["paired"] if pair["metric"] == "tau"]
+    first, second, drafter, head = [method.label for method in made.methods()[1:]]
+    assert pairs == [
+        (second, first),
+        *((row, bare) for row in (drafter, head) for bare in (first, second)),
+        (head, drafter),
+    ]
+
+
 def test_a_folder_belongs_to_one_measurement(world, whole, tmp_path):
     """Finished, used by something else, in use right now, or not there at all."""
     for resume in (False, True):

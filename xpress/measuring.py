@@ -43,7 +43,7 @@ PROTOCOLS = {
     },
 }
 FALLBACK = {"max_new_tokens": 256, "turns": "first", "thinking": False, "top_k": 0, "top_p": 1.0, "stop_strings": []}
-FALLBACK["passes"] = [0, 2, "auto"]
+FALLBACK |= {"passes": [0, 2, "auto"]}
 
 
 def listed(value) -> list:
